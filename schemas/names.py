@@ -1,0 +1,73 @@
+"""Every name that is on the wire: topics and record headers. No other file spells one."""
+
+from __future__ import annotations
+
+SCHEMA_VERSION = 1
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+EMBEDDINGS = "/v1/embeddings"
+
+TIERS = ("interactive", "standard", "bulk")
+
+REPLIES = "inference.replies"
+DEAD_LETTERS = "inference.dead-letters"
+CANCEL = "inference.cancel"
+CONTROL = "inference.control"
+USAGE = "inference.usage"
+TENANTS = "inference.tenants"
+MODELS = "inference.models"
+
+
+def jobs_topic(pool: str, tier: str) -> str:
+    return f"inference.{pool}.jobs.{tier}"
+
+
+def jobs_topics(pool: str) -> tuple[str, ...]:
+    return tuple(jobs_topic(pool, tier) for tier in TIERS)
+
+
+def deferred_topic(pool: str) -> str:
+    return f"inference.{pool}.deferred"
+
+
+def overflow_topic(pool: str) -> str:
+    return f"inference.{pool}.overflow"
+
+
+def status_topic(pool: str) -> str:
+    return f"inference.{pool}.status"
+
+
+def group_id(pool: str) -> str:
+    """The consumer group of a pool's workers."""
+    return f"headrace.{pool}"
+
+
+def tier_of(topic: str) -> str:
+    """The tier a jobs topic serves; records of other topics count as `standard`."""
+    tier = topic.rpartition(".")[2]
+    return tier if tier in TIERS else "standard"
+
+
+# Request headers. Spring's binary forms of the reply headers are read too (service/intake).
+H_TRACEPARENT = "traceparent"
+H_TRACESTATE = "tracestate"
+H_BAGGAGE = "baggage"
+H_CORRELATION = "correlation_id"
+H_REPLY_TO = "reply_to"
+H_REPLY_PARTITION = "reply_partition"
+H_SPRING_REPLY_TO = "kafka_replyTopic"
+H_SPRING_REPLY_PARTITION = "kafka_replyPartition"
+H_SPRING_CORRELATION = "kafka_correlationId"
+
+# Headers the service itself writes.
+H_TYPE = "t"  # reply events: type, attempt and number, so that a reader can filter without parsing
+H_ATTEMPT = "a"
+H_SEQ = "s"
+H_ORIGIN = "headrace-origin"  # topic/partition/offset of a record's first place (delivery.md R7)
+H_STARTS = "headrace-starts"  # unclean starts so far (R11)
+H_REASON = "headrace-reason"  # dead letters: the error code
+H_MESSAGE = "headrace-message"  # dead letters: what is wrong and what to do
+H_ATTEMPTS = "headrace-attempts"
+H_FAILED_AT = "headrace-failed-at"
