@@ -1,7 +1,7 @@
 """What travels between the worker and its delivery process: typed tuples, msgpack-encoded, in lists.
 
 Worker → delivery: `Open`, `Deltas`, `End`, `Waiting`, `Dead`, `Lease`, `Barrier`, `Release`.
-Delivery → worker: `Ended`, `Broken`, `BarrierDone`, `Pressure`.
+Delivery → worker: `Ended`, `Broken`, `Vanished`, `BarrierDone`, `Pressure`.
 
 Frames are written on the engine's loop, so they are as small as they can be and hold no logic. Times are wall-clock
 seconds unless a name says `monotonic`; CLOCK_MONOTONIC is one clock for both processes.
@@ -120,7 +120,10 @@ class Dead(Frame, tag="dead", kw_only=True):
 
 
 class End(Frame, tag="end", kw_only=True):
-    """The attempt's end. `kind`: completed, failed, cancelled, expired, or abandoned (not a terminal)."""
+    """The attempt's end. `kind`: completed, failed, cancelled, expired, or abandoned (not a terminal).
+
+    `undeliverable` is the link's own answer to `Vanished`: no event, a dead letter and a status record.
+    """
 
     stream: int
     kind: str
@@ -181,6 +184,13 @@ class Broken(Frame, tag="broken"):
     stream: int
 
 
+class Vanished(Frame, tag="vanished"):
+    """This stream's reply topic is gone, or refuses its records (R16): it must end `undeliverable`, with its record."""
+
+    stream: int
+    message: str
+
+
 class BarrierDone(Frame, tag="barrier-done"):
     number: int
 
@@ -192,4 +202,4 @@ class Pressure(Frame, tag="pressure", kw_only=True):
     counters: dict[str, float]
 
 
-FromDelivery = Ended | Broken | BarrierDone | Pressure
+FromDelivery = Ended | Broken | Vanished | BarrierDone | Pressure

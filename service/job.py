@@ -76,6 +76,14 @@ class Job:
     starts: int = 0  # unclean starts before this one (R11)
 
     @property
+    def place(self) -> Place:
+        return self.ticket.place
+
+    @property
+    def origin(self) -> Place:
+        return Place.parse(self.head.origin)
+
+    @property
     def tenant(self) -> str:
         return self.head.tenant
 

@@ -89,6 +89,7 @@ class TelemetrySettings(BaseModel):
     sample: float = 1.0  # share of the spans of ordinary jobs; failed, slow and sampled ones always
     slow_s: float = 30.0
     tenant_labels: tuple[str, ...] = ()  # tenants that may appear as a metric label; others are "other"
+    baggage_keys: tuple[str, ...] = ()  # W3C baggage that is copied to process spans; never trusted
 
 
 class Settings(BaseSettings):
@@ -106,6 +107,7 @@ class Settings(BaseSettings):
     drain_s: float = 20.0
     replication_factor: int = 1
     log_level: str = "INFO"
+    log_format: Literal["logfmt", "json"] = "logfmt"
 
     kafka: KafkaSettings = Field(default_factory=KafkaSettings)
     store: StoreSettings = Field(default_factory=StoreSettings)

@@ -1,0 +1,1 @@
+"""Intake: records in, verdicts out."""

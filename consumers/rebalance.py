@@ -1,0 +1,203 @@
+"""The rebalance listener: what happens between losing partitions and reading them again (R4, R5).
+
+    revoked   gate closed → barrier (≤ 1 s) → one commit → return
+    assigned  pause all → drop what is lost → [read committed → drop what another wrote → end of barrier → gate open
+              → log bounds → take → read the status topic to its end → settle → seek → resume]
+
+The part in brackets is a task of its own: no heartbeat is sent while the assigned callback runs, so it waits for the
+task only a while; partitions stay paused until their turn, and the next revoked callback ends the task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from aiokafka import AIOKafkaConsumer
+from aiokafka.abc import ConsumerRebalanceListener
+from aiokafka.structs import TopicPartition
+
+from consumers.ports import Outlet, Reception
+from consumers.status import LogReader
+from service.job import Place
+from service.ledger import Book, Committer, Key, Offsets
+from service.settings import KafkaSettings
+
+log = logging.getLogger(__name__)
+
+BARRIER_S = 1.0  # R5; all members stand still meanwhile
+COMMIT_S = 3.0  # of the revoked callback's own commit
+STATUS_S = 20.0  # reading the status topic; after that what it would have told runs again
+RETRY_S = 0.5
+BUDGET = 0.4  # share of the session timeout that the assigned callback may take
+
+
+class Rebalance(ConsumerRebalanceListener):
+    """`apply(keys)` lets the consumer pause or resume partitions as the book has it now."""
+
+    def __init__(
+        self,
+        settings: KafkaSettings,
+        status_topic: str,
+        *,
+        book: Book,
+        committer: Committer,
+        offsets: Offsets,
+        reception: Reception,
+        outlet: Outlet,
+        consumer: Callable[[], AIOKafkaConsumer],
+        apply: Callable[[Iterable[Key]], None],
+    ) -> None:
+        self.joined = False  # between an assigned and the next revoked callback
+        self.count = 0  # assignments so far
+        self.assignment: frozenset[Key] = frozenset()
+        self._settings = settings
+        self._status_topic = status_topic
+        self._book = book
+        self._committer = committer
+        self._offsets = offsets
+        self._reception = reception
+        self._outlet = outlet
+        self._consumer = consumer
+        self._apply = apply
+        self._taking: asyncio.Task[None] | None = None
+        self._barred = False  # a barrier waits for its release
+        self._lost: set[Key] = set()  # lost since that barrier
+
+    async def on_partitions_revoked(self, revoked: set[TopicPartition]) -> None:
+        self._committer.close()
+        self.joined = False
+        await self.halt()
+        if self._book.keys:
+            await self.barrier()
+            await self._committer.hand_over(clean=True, deadline_s=COMMIT_S)
+
+    async def on_partitions_assigned(self, assigned: set[TopicPartition]) -> None:
+        self._consumer().pause(*assigned)  # before any await: records would flow from the committed offset
+        await self.halt()
+        keys = frozenset((tp.topic, tp.partition) for tp in assigned)
+        self.assignment = keys
+        self.joined = True
+        self.count += 1
+        self._let_go(self._book.keys - keys)
+        self._taking = asyncio.create_task(self._take_over(keys), name="take-partitions")
+        await asyncio.wait({self._taking}, timeout=BUDGET * self._settings.session_timeout_ms / 1000)
+
+    async def barrier(self) -> None:
+        """Delivery holds what it has and reports what is acknowledged. Never raises, never longer than a second."""
+        self._barred = True
+        try:
+            async with asyncio.timeout(BARRIER_S):
+                await self._outlet.barrier()
+        except TimeoutError:
+            log.warning("no answer to the barrier within %.1f s", BARRIER_S)
+        except Exception:
+            log.exception("barrier failed")
+
+    async def halt(self) -> None:
+        """Ends the taking over of partitions, if it is still going on."""
+        task, self._taking = self._taking, None
+        if task is not None and not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=1.0)
+
+    async def _take_over(self, keys: frozenset[Key]) -> None:
+        while True:
+            try:
+                return await self._take(keys)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                # The client library cancels its own futures when a connection goes away.
+                log.warning("taking over partitions was interrupted, begun again")
+            except Exception:
+                # Partitions would stay paused for ever.
+                log.exception("taking over partitions failed, begun again")
+                await asyncio.sleep(RETRY_S)
+
+    async def _take(self, keys: frozenset[Key]) -> None:
+        since = time.monotonic()
+        while True:
+            try:
+                stored = await self._offsets.committed(keys)
+                break
+            except Exception as error:
+                log.warning("committed offsets not read, tried again: %r", error)
+                await asyncio.sleep(RETRY_S)
+        # A value that is not ours means that somebody owned the partition in between, and ended jobs of it.
+        self._let_go({key for key in self._book.keys if not self._book.known(key, stored[key])})
+        if self._barred:
+            self._barred = False
+            lost, self._lost = self._lost, set()
+            self._call(self._outlet.release, lost)
+        kept = self._book.keys
+        for key in kept:
+            self._consumer().seek(TopicPartition(*key), self._book.position(key))
+        self._apply(kept)
+        self._committer.open()
+        fresh = keys - kept
+        deadline: float | None = None if fresh else since + STATUS_S
+        while fresh or self._book.unsettled():
+            try:
+                async with LogReader(self._settings) as reader:
+                    bounds = await reader.bounds(fresh)
+                    for key in sorted(fresh):
+                        self._book.take(key, stored[key], *bounds[key])
+                    fresh = frozenset()
+                    self._committer.wake()
+                    if deadline is None:
+                        deadline = time.monotonic() + STATUS_S
+                    await self._settle(reader, deadline)
+            except Exception as error:
+                log.warning("partitions not taken over yet, tried again: %r", error)
+                if deadline is not None and time.monotonic() > deadline:
+                    log.error("status topic not read within %.0f s; what it would have told runs again", STATUS_S)
+                    for number in self._book.unsettled():
+                        self._book.settled(number, None)
+                else:
+                    await asyncio.sleep(RETRY_S)
+        taken = keys - kept
+        for key in taken:
+            self._consumer().seek(TopicPartition(*key), self._book.position(key))
+        self._apply(keys)
+        if taken:
+            log.info(
+                "took over %d partitions in %.3f s, %d of them after an unclean end; kept %d",
+                len(taken),
+                time.monotonic() - since,
+                sum(self._book.is_careful(key) for key in taken),
+                len(kept),
+            )
+
+    async def _settle(self, reader: LogReader, deadline: float) -> None:
+        starts = self._book.unsettled()
+        ended = 0
+
+        def tell(origin: Place, status_offset: int) -> None:
+            nonlocal ended
+            ended += self._book.settle(origin, status_offset)
+
+        ends = await reader.ended(self._status_topic, starts, tell, deadline)
+        for number, end in ends.items():
+            self._book.settled(number, end)
+        if ended:
+            log.info("the status topic settled %d records that had ended without being committed", ended)
+
+    def _let_go(self, lost: Iterable[Key]) -> None:
+        gone = set(lost)
+        if not gone:
+            return
+        self._book.drop(gone)
+        if self._barred:
+            self._lost |= gone
+        self._call(self._reception.abandon, gone)
+
+    def _call(self, outwards: Callable[[set[Key]], None], keys: set[Key]) -> None:
+        """Another room's failure must not leave partitions paused for ever."""
+        try:
+            outwards(keys)
+        except Exception:
+            log.exception("%r failed for %s", outwards, sorted(keys))

@@ -1,0 +1,206 @@
+"""The worker: wires the rooms together, starts them in order, takes them down in order (R19). Holds no rules itself.
+
+Start: delivery process → engine → topics checked → group joined. The group is joined last, so that no other member
+waits for an engine that is still loading. Stop: no new jobs → running ones drain → clean final commit → all closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from consumers.jobs import JobsConsumer
+
+from service import topics
+from service.delivery.link import Link
+from service.engine import build as build_engine
+from service.engine.protocol import EngineState
+from service.engine.supervisor import Supervisor
+from service.frames import Ended, Pressure
+from service.health import Condition, HealthServer
+from service.intake.intake import Intake
+from service.intake.topics import KafkaReplyTopics
+from service.ledger.book import Book
+from service.reception import Reception
+from service.runner import Runner
+from service.scheduler.scheduler import Scheduler
+from service.settings import Settings
+from service.store import Store
+from service.telemetry.metrics import Metrics, Readings
+from service.tenants import Tenants
+
+log = logging.getLogger(__name__)
+
+# Longest wait for any one part when the worker stops, seconds: shutdown never hangs (R19).
+PART_STOP_S = 15.0
+
+
+class EngineGone(Exception):
+    """The engine could not be rebuilt; the process must be replaced."""
+
+
+class Worker:
+    """One worker process. `run` returns after a drain; `start` and `stop` are for tests and benchmarks."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.metrics = Metrics(settings)
+        self.tenants = Tenants(settings)
+        self.store = Store(settings.store)
+        self.link = Link(settings, on_ended=self._ended, on_pressure=self._pressure)
+        self.engine = Supervisor(
+            lambda: build_engine(settings, self.tenants.salt), settings.engine, self._engine_changed
+        )
+        self.book = Book.of(settings)
+        self.reply_topics = KafkaReplyTopics(settings.kafka)
+        self.intake = Intake(settings, self.tenants, self.reply_topics, self.store)
+        self.scheduler = Scheduler(self.engine, self.tenants.weight)
+        self.runner = Runner(self.engine, self.link, self.scheduler, self.book, self.metrics)
+        self.reception = Reception(self.intake, self.scheduler, self.runner, self.link, self.book, self.metrics)
+        self.scheduler.exits = self.reception
+        self.consumer = JobsConsumer(settings, self.book, self.reception, self.link)
+        self.health = HealthServer(settings, self, self.metrics)
+        self.draining = False
+        self._stop = asyncio.Event()
+        self._failure: Exception | None = None
+
+    # -- life cycle
+
+    async def start(self) -> None:
+        """Raises what a part refuses (topics, engine, broker, address); nothing is left running then."""
+        try:
+            await self.health.start()
+            log.info("listening url=%s", self.health.url)
+            await self.link.start()
+            await topics.check(self.settings)
+            await self.reply_topics.start()
+            capacity = await self.engine.start()
+            engine = self.settings.engine
+            self.scheduler.start(capacity, engine.overfill, engine.reserve)
+            await self.consumer.start()
+        except BaseException:
+            await self.stop(drain_s=0.0)
+            raise
+        log.info(
+            "ready model=%s kv_tokens=%d max_num_seqs=%d", capacity.model, capacity.kv_tokens, capacity.max_num_seqs
+        )
+
+    async def run(self, on_ready: Callable[[Worker], None] | None = None) -> None:
+        """Serves until SIGTERM or SIGINT, then drains. Raises EngineGone when the engine is beyond repair."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._asked_to_stop)
+        starting = asyncio.create_task(self.start())
+        asked = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({starting, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():  # a signal while the engine loads: starting is undone
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
+                return
+            await starting
+            if on_ready is not None:
+                on_ready(self)
+            await asked
+            await self.stop(self.settings.drain_s)
+        finally:
+            asked.cancel()
+        if self._failure is not None:
+            raise self._failure
+
+    async def stop(self, drain_s: float) -> None:
+        """Drains for up to `drain_s` seconds, gives the rest back to the group, closes every part within a bound."""
+        self.draining = True
+        self.scheduler.hold("draining")
+        self.consumer.pause_all("draining")
+        left = await self.scheduler.drain(drain_s)
+        if left:
+            log.warning("drain time is over running=%d: they are given back and run elsewhere", left)
+        await self._part("scheduler", self.scheduler.stop())
+        await self._part("intake", self.reception.stop())
+        await self._part("link", self.link.flush(PART_STOP_S / 3))
+        await self._part("consumer", self.consumer.stop(clean=True))
+        await self._part("delivery", self.link.stop(PART_STOP_S / 3))
+        await self._part("reply topics", self.reply_topics.stop())
+        await self._part("engine", self.engine.close())
+        await self._part("health", self.health.stop())
+        self.store.close()
+
+    async def _part(self, name: str, stopping: Awaitable[Any]) -> None:
+        """Each part in a task of its own: with the broker away a stop may hang or raise CancelledError (R19)."""
+        task = asyncio.ensure_future(stopping)
+        await asyncio.wait({task}, timeout=PART_STOP_S)
+        if not task.done():
+            task.cancel()
+            log.error("part did not stop in time part=%s seconds=%g", name, PART_STOP_S)
+        elif not task.cancelled() and (problem := task.exception()):
+            log.error("part failed to stop part=%s error=%s", name, problem)
+
+    def _asked_to_stop(self) -> None:
+        self.draining = True
+        self._stop.set()
+
+    # -- what the rooms report
+
+    def _ended(self, ended: Ended) -> None:
+        self.reception.ended(ended)
+
+    def _pressure(self, pressure: Pressure) -> None:
+        self.metrics.pressure(pressure)
+        limit = self.settings.delivery.max_unacknowledged_bytes
+        if self.link.unacknowledged > limit:
+            self.scheduler.hold("memory")
+        else:
+            self.scheduler.unhold("memory")
+        if self.link.unacknowledged > 2 * limit:  # R10: the reply side does not drain; the work is given back
+            self.scheduler.interrupt()
+
+    def _engine_changed(self, state: EngineState) -> None:
+        if state is EngineState.READY:
+            self.scheduler.resize(self.engine.capacity, self.settings.engine.overfill, self.settings.engine.reserve)
+            self.scheduler.unhold("engine")
+            return
+        self.scheduler.hold("engine")
+        if state is EngineState.CLOSED and not self.draining:
+            self._failure = EngineGone(f"the engine could not be rebuilt: {self.engine.reason}")
+            self._asked_to_stop()
+
+    # -- Vitals, asked by the HTTP side
+
+    def condition(self) -> Condition:
+        stats = self.engine.stats()
+        return Condition(
+            engine=self.engine.state,
+            running=stats.running,
+            last_step=stats.last_step,
+            joined=self.consumer.joined,
+            partitions=len(self.consumer.assignment),
+            delivery=self.link.up,
+            draining=self.draining,
+        )
+
+    def readings(self) -> Readings:
+        stats = self.engine.stats()
+        committer = self.consumer.committer
+        return Readings(
+            running=self.scheduler.running,
+            waiting=self.scheduler.queued,
+            oldest=self.scheduler.oldest(),
+            holds=self.scheduler.holds,
+            engine_running=stats.running,
+            engine_waiting=stats.waiting,
+            kv_usage=stats.kv_usage,
+            step_age=time.monotonic() - stats.last_step if stats.last_step else 0.0,
+            rebuilds=self.engine.rebuilds,
+            partitions={key: (s.next - s.watermark, s.live) for key, s in self.book.standings().items()},
+            commits=committer.commits,
+            commit_failures=committer.failures,
+            rebalances=self.consumer.rebalances,
+            lease_left=max(0.0, committer.lease_until - time.monotonic()),
+            delivery_up=self.link.up,
+            delivery_restarts=self.link.restarts,
+        )

@@ -1,0 +1,225 @@
+"""`headrace submit`: publishes one job and shows its answer as it comes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import typer
+
+from client import Chunk, Client, JobEnded, JobFailed, Result, ResultOnly, Submitted
+from client.record import new_id
+from schemas.names import CHAT, COMPLETIONS, EMBEDDINGS, REPLIES, TIERS
+from service.cli import session
+
+ENDPOINTS = {"chat": CHAT, "completions": COMPLETIONS, "embeddings": EMBEDDINGS}
+# What a job file may hold beside the fields that options set; `reply` gives the topic and whether to stream.
+JOB_FIELDS = ("run", "input", "deadline", "not_before", "conversation", "metadata", "output")
+
+
+def register(app: typer.Typer) -> None:
+    app.command("submit")(submit)
+
+
+def submit(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing reads standard input.")] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Prompt text, JSON body or JSON job.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Tenant; acme if neither the job nor this names one.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model; the worker's served name by default.")] = None,
+    tier: Annotated[str, typer.Option(help="interactive, standard or bulk.")] = "standard",
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Output tokens at most.")] = None,
+    endpoint: Annotated[str | None, typer.Option(help="chat, completions, embeddings, or a /v1/… path.")] = None,
+    id: Annotated[str | None, typer.Option(help="Job id; the same one twice does not run twice.")] = None,
+    no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the answer only when it is whole.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
+    timeout: Annotated[str, typer.Option(help="Give up waiting after this long; the job goes on.")] = "10m",
+    pool: Annotated[str | None, typer.Option(help="Pool of the model.")] = None,
+    bootstrap: Annotated[str | None, typer.Option(help="Kafka address; the local stack's by default.")] = None,
+) -> None:
+    """Publishes a job and streams its answer.
+
+    The job is a prompt text, an OpenAI request body (JSON), or a whole job (JSON with "body" or "input").
+    Exit codes: 0 done, 1 the job failed, 2 wrong usage, 3 not reachable.
+    """
+    if tier not in TIERS:
+        raise typer.BadParameter(f"must be one of {', '.join(TIERS)}", param_hint="--tier")
+    found = session.settings(bootstrap, pool)
+    if file is not None and prompt is not None:
+        raise typer.BadParameter("give the prompt or a file, not both", param_hint="--file")
+    text = prompt if prompt not in (None, "-") else _read(file)
+    job = read_job(text, endpoint=endpoint, literal=prompt not in (None, "-"))
+    body = job.get("body")
+    if body is not None:
+        body.setdefault("model", model or found.engine.served_name)
+        if model is not None:
+            body["model"] = model
+        if max_tokens is not None:
+            body["max_tokens"] = max_tokens
+    job["id"] = id or job.get("id") or new_id()
+    job["tenant"] = tenant or job.get("tenant") or "acme"
+    reply = job.pop("reply", {})
+    stream = not no_stream and reply.get("stream", True)
+
+    async def main() -> int:
+        async with Client(
+            found.kafka.bootstrap,
+            pool=found.pool,
+            tier=tier,
+            reply_topic=reply.get("topic") or REPLIES,
+            store=session.store_access(found),
+            connect_timeout_s=5.0,
+        ) as client:
+            began = time.monotonic()
+            submitted = await client.publish(**job, stream=stream)
+            return await _show(submitted, began, session.seconds(timeout), as_json=json)
+
+    session.run(main(), left=f"left; job {job['id']} goes on: headrace job {job['id']}")
+
+
+def _read(file: Path | None) -> str:
+    try:
+        if file is not None and str(file) != "-":
+            return file.read_text(encoding="utf-8")
+        if sys.stdin.isatty():
+            typer.echo("(reading the prompt from the terminal; end with Ctrl-D)", err=True)
+        return sys.stdin.buffer.read().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"cannot read the job: {error}", param_hint="--file") from None
+
+
+def read_job(text: str, *, endpoint: str | None, literal: bool) -> dict[str, Any]:
+    """The fields of `Client.publish` for a prompt, a JSON body or a JSON job. Raises typer.BadParameter.
+
+    `literal`: typed as an argument, so never JSON.
+    """
+    given = ENDPOINTS.get(endpoint or "", endpoint)
+    content: Any = None
+    if not literal and text.lstrip().startswith("{"):
+        try:
+            content = orjson.loads(text)
+        except orjson.JSONDecodeError as error:
+            raise typer.BadParameter(f"looks like JSON, but is not: {error}") from None
+    if content is None:
+        if not text.strip():
+            raise typer.BadParameter("the prompt is empty")
+        path = given or CHAT
+        return {"endpoint": path, "body": prompt_body(path, text if literal else text.rstrip("\n"))}
+    if not {"body", "input", "schema_version"} & content.keys():
+        return {"endpoint": given or _endpoint_of(content), "body": content}
+    unknown = content.keys() - {"schema_version", "id", "tenant", "endpoint", "body", "reply", *JOB_FIELDS}
+    if unknown:
+        raise typer.BadParameter(f"unknown field in the job: {', '.join(sorted(unknown))}")
+    if not isinstance(content.get("body"), dict | None) or not isinstance(content.get("reply"), dict | None):
+        raise typer.BadParameter("body and reply of a job are JSON objects")
+    job = {name: value for name, value in content.items() if name != "schema_version" and value is not None}
+    job["endpoint"] = given or job.get("endpoint") or CHAT
+    if "input" in job:
+        from client import BlobRef
+
+        job["input"] = BlobRef.of(job["input"])
+    return job
+
+
+def prompt_body(endpoint: str, text: str) -> dict[str, Any]:
+    match endpoint:
+        case "/v1/completions":
+            return {"prompt": text}
+        case "/v1/embeddings":
+            return {"input": text}
+        case _:
+            return {"messages": [{"role": "user", "content": text}]}
+
+
+def _endpoint_of(body: Mapping[str, Any]) -> str:
+    """The endpoint a body is for, by the field only that one has."""
+    if "messages" in body:
+        return CHAT
+    return COMPLETIONS if "prompt" in body else EMBEDDINGS if "input" in body else CHAT
+
+
+async def _show(job: Submitted, began: float, timeout_s: float, *, as_json: bool) -> int:
+    """Prints the answer while it comes; returns the exit code."""
+    first_token_s: float | None = None
+    shown = ""
+    try:
+        if job.streams:
+            async for item in job.events(timeout_s):
+                if isinstance(item, Chunk):
+                    if first_token_s is None:
+                        first_token_s = time.monotonic() - began
+                    if as_json:
+                        continue
+                    if item.first and shown:
+                        typer.echo("\n[the job started over]", err=True)
+                        shown = ""
+                    shown += item.text
+                    sys.stdout.write(item.text)
+                    sys.stdout.flush()
+                elif isinstance(item, ResultOnly) and not as_json:
+                    typer.echo(f"\n[{item.reason}: the rest follows with the result]", err=True)
+        result = await job.result(max(0.0, timeout_s - (time.monotonic() - began)))
+    except JobEnded as ended:
+        if as_json:
+            _print_json({**ended.event, "trace_id": job.trace_id})
+        else:
+            typer.echo(f"{newline(shown)}headrace: {ended}", err=True)
+            if isinstance(ended, JobFailed) and ended.retriable:
+                typer.echo(f"it may succeed when sent again: --id {job.id} with run {job.run + 1}", err=True)
+        return session.FAILED
+    if as_json:
+        first_ms = None if first_token_s is None else round(first_token_s * 1e3, 1)
+        event = {**result.event, "response": result.response, "first_token_ms": first_ms, "trace_id": job.trace_id}
+        _print_json(event)
+    else:
+        _print_rest(result, shown)
+        typer.echo(summary(result, time.monotonic() - began, first_token_s), err=True)
+    return 0
+
+
+def _print_json(event: Mapping[str, Any]) -> None:
+    sys.stdout.write(orjson.dumps(event).decode() + "\n")
+    sys.stdout.flush()
+
+
+def newline(shown: str) -> str:
+    return "\n" if shown and not shown.endswith("\n") else ""
+
+
+def _print_rest(result: Result, shown: str) -> None:
+    """What the stream has not shown: everything without one, further choices, tool calls."""
+    response = result.response
+    if "choices" not in response:  # embeddings
+        vectors = response.get("data", [])
+        typer.echo(
+            f"{len(vectors)} embedding(s) of {len(vectors[0]['embedding']) if vectors else 0} numbers: see --json"
+        )
+        return
+    texts = result.texts
+    if texts[0] != shown:
+        sys.stdout.write(newline(shown) + texts[0])
+        shown = texts[0]
+    sys.stdout.write(newline(shown))
+    for number, text in enumerate(texts[1:], 2):
+        typer.echo(f"--- choice {number}\n{text}")
+    for choice in response["choices"]:
+        for call in (choice.get("message") or {}).get("tool_calls") or ():
+            typer.echo(f"--- tool call {call['function']['name']}({call['function']['arguments']})")
+    sys.stdout.flush()
+
+
+def summary(result: Result, wall_s: float, first_token_s: float | None) -> str:
+    """One line about the job, for people."""
+    usage = result.usage
+    parts = [f"{usage.prompt_tokens} + {usage.completion_tokens} tokens"]
+    if usage.cached_tokens:
+        parts.append(f"{usage.cached_tokens} cached")
+    if first_token_s is not None:
+        parts.append(f"first after {first_token_s * 1e3:.0f} ms")
+    parts.append(f"{wall_s:.2f} s")
+    if result.output is not None:
+        parts.append(f"stored in {result.output.bucket}/{result.output.key}, digest checked")
+    return f"[{result.job_id}: {', '.join(parts)}]"

@@ -1,0 +1,134 @@
+"""`headrace tail`: follows the reply events of a topic or of one job, as they lie on the log."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import orjson
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from client import Reader, Step
+from client.replies import parse
+from client.result import choice_text
+from schemas.names import REPLIES
+from service.cli import session
+from service.cli.topic_log import TopicLog
+
+STYLE = {
+    "waiting": "yellow",
+    "started": "cyan",
+    "chunk": "",
+    "completed": "green",
+    "failed": "bold red",
+    "cancelled": "magenta",
+    "expired": "magenta",
+    "abandoned": "yellow",
+}
+
+
+def register(app: typer.Typer) -> None:
+    app.command("tail")(tail)
+
+
+def tail(
+    job: Annotated[str | None, typer.Argument(help="Only this job's events; ends with the job.")] = None,
+    topic: Annotated[str, typer.Option(help="Reply topic.")] = REPLIES,
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant's events.")] = None,
+    since: Annotated[str | None, typer.Option(help="Also older events: 90s, 15m, 2h, 1d. For a job 1d.")] = None,
+    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Go on when the end is reached.")] = True,
+    json: Annotated[bool, typer.Option("--json", help="One JSON line an event, with its place on the topic.")] = False,
+    bootstrap: Annotated[str | None, typer.Option(help="Kafka address; the local stack's by default.")] = None,
+) -> None:
+    """Shows reply events as they lie on the topic; what a reader ignores (older attempts, late ends) is dimmed.
+
+    Exit codes: 0 done, 1 the job failed or (without --follow) has not ended, 2 wrong usage, 3 not reachable.
+    """
+    found = session.settings(bootstrap)
+    since_s = session.seconds(since) if since else (86_400.0 if job else None)
+
+    async def main() -> int:
+        console = Console(highlight=False, soft_wrap=True)
+        readers: dict[tuple[str, str], Reader] = {}
+        async with TopicLog(found.kafka.bootstrap) as log:
+            async for record in log.read(await log.partitions(topic), since_s=since_s, follow=follow):
+                if record.value is None or (job is not None and record.key != job.encode()):
+                    continue
+                event = parse(record.value)
+                if event is None or (tenant is not None and event["tenant"] != tenant):
+                    continue
+                step = _judge(readers, event)
+                if json:
+                    place = {"topic": record.topic, "partition": record.partition, "offset": record.offset}
+                    sys.stdout.write(orjson.dumps({**event, "place": place, "step": step.value}).decode() + "\n")
+                    sys.stdout.flush()
+                else:
+                    console.print(line(event, record.timestamp, step))
+                if job is not None and follow and step is Step.END:
+                    return 0 if event["type"] == "completed" else session.FAILED
+        ended = job is None or any(reader.ended for reader in readers.values())
+        return 0 if ended else session.FAILED
+
+    session.run(main())
+
+
+def _judge(readers: dict[tuple[str, str], Reader], event: Mapping[str, Any]) -> Step:
+    """What the event means to a reader; an ended job is forgotten once 10,000 are known."""
+    key = (event["tenant"], event.get("job_id", ""))
+    reader = readers.get(key)
+    if reader is None:
+        if len(readers) >= 10_000:
+            for old in [known for known, one in readers.items() if one.ended] or list(readers):
+                del readers[old]
+        reader = readers[key] = Reader()
+    try:
+        return reader.feed(event)
+    except (KeyError, TypeError):
+        return Step.IGNORED
+
+
+def line(event: Mapping[str, Any], timestamp_ms: int, step: Step) -> Text:
+    """One event as people read it: time, job, attempt's end, number, type, content."""
+    when = datetime.fromtimestamp(timestamp_ms / 1000, UTC).astimezone()
+    kind = event["type"]
+    run = f"#{event['run']}" if event["run"] else ""
+    attempt = (event.get("attempt") or "")[-6:]
+    text = Text(f"{when:%H:%M:%S}.{when.microsecond // 1000:03d} ", style="dim")
+    text.append(f"{event['tenant']}/{event.get('job_id', '?')}{run} ", style="bold")
+    text.append(f"{attempt}:{event.get('seq', '-')} ", style="dim")
+    text.append(f"{kind:<9} ", style=STYLE.get(kind, ""))
+    text.append(content(event))
+    if step is Step.IGNORED:
+        text.append(" (ignored by readers)")
+        text.stylize("dim")
+    return text
+
+
+def content(event: Mapping[str, Any]) -> str:
+    """What an event says, in a few words."""
+    match event["type"]:
+        case "chunk":
+            choices = (event.get("chunk") or {}).get("choices") or ()
+            pieces = [
+                f"{'' if n == 0 else f'[{n}] '}{choice_text(c)!r}" for n, c in ((c.get("index", 0), c) for c in choices)
+            ]
+            return f"+{event.get('tokens', '?')} {' '.join(pieces)}"
+        case "started":
+            return f"{event.get('model')} on {event.get('worker')}, {event.get('prompt_tokens')} prompt tokens"
+        case "completed":
+            usage = event.get("usage") or {}
+            stored = event.get("output")
+            where = f", stored in {stored.get('bucket')}/{stored.get('key')}" if stored else ""
+            reasons = ",".join(event.get("finish_reasons") or ())
+            return f"{usage.get('prompt_tokens')} + {usage.get('completion_tokens')} tokens, {reasons}{where}"
+        case "failed":
+            error = event.get("error") or {}
+            return f"{error.get('code')}: {error.get('message')}"
+        case "waiting":
+            return f"{event.get('reason')} since {event.get('since')}"
+        case _:
+            return str(event.get("reason") or "")

@@ -1,0 +1,77 @@
+"""`headrace worker`: one worker process, until SIGTERM."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import orjson
+import typer
+from pydantic import ValidationError
+
+from service.settings import Settings
+
+
+def register(app: typer.Typer) -> None:
+    app.command("worker")(worker)
+
+
+def worker(
+    pool: Annotated[str | None, typer.Option(help="Pool to serve; the model's set of workers.")] = None,
+    name: Annotated[str | None, typer.Option(help="Worker name, unique on this machine.")] = None,
+    engine: Annotated[str | None, typer.Option(help="vllm, or simulated (no weights; for scale and faults).")] = None,
+    http_port: Annotated[int | None, typer.Option(help="Port of /livez, /readyz, /metrics; 0 = any free one.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON line when ready.")] = False,
+) -> None:
+    """Runs a worker: joins the pool's group once its engine is ready, drains on SIGTERM.
+
+    Settings come from HEADRACE_… variables (docs/operations.md). After `headrace up` the local stack's are used.
+    """
+    settings = load(pool=pool, worker=name, http_port=http_port)
+    if engine is not None:
+        if engine not in ("vllm", "simulated"):
+            raise typer.BadParameter("must be vllm or simulated", param_hint="--engine")
+        settings.engine.kind = engine  # type: ignore[assignment]
+    raise typer.Exit(serve(settings, announce_json=json))
+
+
+def load(**overrides: object) -> Settings:
+    """Settings from the environment, with the local stack's addresses where the environment is silent."""
+    from infra.stack import Stack
+
+    Stack.export_environment()
+    try:
+        return Settings(**{k: v for k, v in overrides.items() if v is not None})  # type: ignore[arg-type]
+    except ValidationError as problem:
+        for error in problem.errors(include_input=False, include_url=False):
+            where = "__".join(str(part) for part in error["loc"]).upper()
+            typer.echo(f"headrace: HEADRACE_{where}: {error['msg']}", err=True)
+        raise typer.Exit(2) from None
+
+
+def serve(settings: Settings, *, announce_json: bool) -> int:
+    """Runs the worker on uvloop; returns the exit code."""
+    import uvloop
+
+    from service.app import EngineGone, Worker
+    from service.engine.protocol import StartFailure
+    from service.telemetry import logs
+    from service.topics import TopicsWrong
+
+    logs.configure(settings)
+
+    def ready(worker: Worker) -> None:
+        line = {"event": "ready", "worker": settings.worker, "pool": settings.pool, "http": worker.health.url}
+        if announce_json:
+            sys.stdout.buffer.write(orjson.dumps(line) + b"\n")
+            sys.stdout.flush()
+
+    async def main() -> None:
+        await Worker(settings).run(ready)
+
+    try:
+        uvloop.run(main())
+    except (StartFailure, TopicsWrong, EngineGone, OSError) as problem:
+        typer.echo(f"headrace worker: {problem}", err=True)
+        return 1
+    return 0

@@ -1,0 +1,159 @@
+"""What is published is checked against the contract first, lies where Java's partitioner puts it, and refused clearly.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import orjson
+import pytest
+from opentelemetry import context, trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
+
+from client import (
+    BlobRef,
+    Client,
+    ClientError,
+    Closed,
+    InvalidJob,
+    JobFailed,
+    Result,
+    ResumeToken,
+    StoreError,
+    Unreachable,
+)
+from client.errors import JobCancelled, JobExpired, ended
+from client.record import build, key_of, moment, partition_of
+from client.tracing import Sending
+from schemas.job import Job
+
+
+def fields(**more: Any) -> dict[str, Any]:
+    return {
+        "id": "j-1",
+        "tenant": "acme",
+        "endpoint": "/v1/chat/completions",
+        "body": {"model": "m", "messages": []},
+        **more,
+    }
+
+
+def test_a_record_is_a_job_of_the_contract_with_the_tenant_as_key() -> None:
+    record = build(fields(run=2, metadata=None, output={"store": "always"}))
+    job = Job.model_validate(orjson.loads(record.value))
+    assert (record.id, record.run, record.tenant, record.key) == ("j-1", 2, "acme", b"acme")
+    assert job.output is not None and job.output.store == "always" and job.metadata is None
+
+
+@pytest.mark.parametrize(
+    ("more", "names"),
+    [
+        ({"id": "no spaces"}, "id"),
+        ({"tenant": ""}, "tenant"),
+        ({"endpoint": "/v2/chat"}, "endpoint"),
+        ({"metadata": {"k": "v" * 513}}, "metadata"),
+        ({"metadata": {f"k{n}": "" for n in range(17)}}, "metadata"),
+        ({"run": -1}, "run"),
+        ({"body": None}, "body and input"),
+        ({"deadline": "tomorrow"}, "deadline"),
+        ({"output": {"ttl": 3}}, "output.ttl"),
+        ({"body": {"seed": 2**64}}, "64-bit"),
+        ({"body": {"messages": object()}}, "JSON"),
+    ],
+)
+def test_what_the_contract_refuses_is_refused_before_it_is_sent_in_one_line(more: dict[str, Any], names: str) -> None:
+    with pytest.raises(InvalidJob) as refused:
+        build(fields(**more))
+    assert names in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_times_count_from_now_and_naive_ones_are_refused() -> None:
+    now = datetime.now(UTC)
+    for when in (60, 60.0, timedelta(minutes=1), now + timedelta(minutes=1)):
+        text = moment(when)
+        assert text is not None and abs(datetime.fromisoformat(text) - now - timedelta(minutes=1)) < timedelta(
+            seconds=2
+        )
+    assert moment("2030-01-31T12:00:00Z") == "2030-01-31T12:00:00Z" and moment(None) is None
+    with pytest.raises(InvalidJob, match="zone"):
+        moment(datetime(2030, 1, 1))
+
+
+def test_partitions_are_those_of_javas_partitioner() -> None:
+    # Values of org.apache.kafka.common.utils.Utils.murmur2 for these strings, from Kafka's own test.
+    for key, number in {"21": -973932308, "foobar": -790332482, "a-little-bit-long-string": -985981536}.items():
+        assert partition_of(key, 1 << 20) == (number & 0x7FFFFFFF) % (1 << 20)
+    assert key_of("acme", 1, "x") == b"acme"
+    assert key_of("acme", 8, "foobar") == f"acme|{(-790332482 & 0x7FFFFFFF) % 8}".encode()
+
+
+def test_a_spread_tenants_conversation_stays_on_one_key() -> None:
+    keys = {build(fields(id=f"j{n}", conversation="c"), spread=8).key for n in range(50)}
+    assert len(keys) == 1
+    assert len({build(fields(id=f"j{n}"), spread=8).key for n in range(50)}) > 4
+
+
+def test_the_publishers_span_is_the_parent_in_the_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    provider = TracerProvider()
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    with provider.get_tracer("app").start_as_current_span("request") as request:
+        sending = Sending("inference.default.jobs.standard", "j", "acme")
+    sending.sent(3, 9)
+    assert sending.trace_id == trace.format_trace_id(request.get_span_context().trace_id)
+    assert sending.trace_id in sending.headers["traceparent"]
+    assert trace.format_span_id(request.get_span_context().span_id) not in sending.headers["traceparent"]
+
+
+def test_a_given_traceparent_is_passed_on_even_without_a_tracing_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "get_tracer", trace.NoOpTracerProvider().get_tracer)
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    assert Sending("t", "j", "k", parent).headers["traceparent"] == parent
+    current = NonRecordingSpan(SpanContext(1, 2, True, TraceFlags(1)))
+    token = context.attach(trace.set_span_in_context(current))
+    try:
+        assert f"{1:032x}-{2:016x}" in Sending("t", "j", "k").headers["traceparent"]
+    finally:
+        context.detach(token)
+    assert Sending("t", "j", "k").headers == {}
+
+
+def test_a_token_survives_being_written_down() -> None:
+    token = ResumeToken("inference.replies", 3, 42, "acme", "j", 1)
+    assert ResumeToken.parse(str(token)) == token
+    for text in ("", "{}", "[1]", '{"topic":"t","partition":-1,"offset":0,"tenant":"a","id":"j"}'):
+        with pytest.raises(ClientError, match="resume token"):
+            ResumeToken.parse(text)
+
+
+def test_terminal_events_become_results_or_errors_of_their_own() -> None:
+    base = {"job_id": "j", "run": 0, "tenant": "acme", "attempt": "A", "at": "t"}
+    assert ended({**base, "type": "completed"}) is None
+    error = ended({**base, "type": "failed", "error": {"code": "model_not_found", "message": "no", "retriable": False}})
+    assert (
+        isinstance(error, JobFailed) and error.code == "model_not_found" and not error.retriable and error.job_id == "j"
+    )
+    assert isinstance(ended({**base, "type": "cancelled", "partial": {"choices": []}}), JobCancelled)
+    assert isinstance(ended({**base, "type": "expired"}), JobExpired)
+
+
+async def test_a_stored_response_says_what_it_needs_when_there_is_no_store() -> None:
+    ref = {"bucket": "outputs", "key": "k", "size": 1, "sha256": "0" * 64, "later_field": 1}
+    result = Result.of({"job_id": "j", "run": 0, "tenant": "acme", "type": "completed", "output": ref}, ("t", 0, 0))
+    assert isinstance(result.output, BlobRef)
+    with pytest.raises(StoreError, match="download"):
+        _ = result.response
+    with pytest.raises(StoreError, match="StoreAccess"):
+        await result.download()
+
+
+async def test_no_broker_is_one_clear_error_within_the_time_given() -> None:
+    with pytest.raises(Unreachable, match=r"127\.0\.0\.1:9 "):
+        async with Client("127.0.0.1:9", connect_timeout_s=0.3):
+            pass
+
+
+async def test_a_client_that_is_not_open_says_so() -> None:
+    with pytest.raises(Closed, match="async with"):
+        await Client("127.0.0.1:9", tenant="acme").publish({})

@@ -1,0 +1,146 @@
+"""A stream keeps its consumer's memory bounded and never loses the result."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from client.errors import Closed, ResultTimeout
+from client.result import Chunk, ResultOnly, Started, Waiting
+from client.stream import GAP, JOINED_LATE, SLOW, Stream
+
+
+def event(kind: str, seq: int = 0, attempt: str = "A", **more: Any) -> dict[str, Any]:
+    return {"type": kind, "attempt": attempt, "seq": seq, "run": 0, "tenant": "acme", "job_id": "j", **more}
+
+
+def chunk(seq: int, attempt: str = "A") -> dict[str, Any]:
+    data = {"choices": [{"index": 0, "delta": {"content": f"{attempt}{seq} "}}]}
+    return event("chunk", seq, attempt, offset=seq - 1, tokens=1, chunk=data)
+
+
+def stream(limit: int = 100, streaming: bool = True, offset: int = 0) -> Stream:
+    return Stream("acme", "j", 0, partition=0, offset=offset, limit=limit, streaming=streaming)
+
+
+async def all_of(one: Stream) -> list[Any]:
+    items = []
+    while (item := await one.take()) is not None:
+        items.append(item)
+    return items
+
+
+def feed(one: Stream, *events: dict[str, Any], first: int = 0) -> None:
+    for offset, each in enumerate(events, first):
+        one.feed(each, offset)
+
+
+async def test_events_come_in_order_and_the_stream_ends_with_the_job() -> None:
+    one = stream()
+    feed(
+        one,
+        event("waiting", reason="quota", since="t"),
+        event("started", model="m"),
+        chunk(1),
+        chunk(2),
+        event("completed", 3),
+    )
+    items = await all_of(one)
+    assert isinstance(items[0], Waiting) and items[0].reason == "quota"
+    assert isinstance(items[1], Started) and items[1].model == "m"
+    assert [item.text for item in items[2:]] == ["A1 ", "A2 "]
+    assert [item.first for item in items[2:]] == [True, False]
+    assert (await one.end())[1] == 4
+
+
+async def test_a_consumer_that_waits_is_woken_by_each_event() -> None:
+    one = stream()
+    waiting = asyncio.create_task(all_of(one))
+    for offset, each in enumerate((event("started"), chunk(1), event("completed", 2))):
+        await asyncio.sleep(0)
+        one.feed(each, offset)
+    assert len(await asyncio.wait_for(waiting, 2)) == 2
+
+
+async def test_a_slow_reader_drops_to_result_only_and_still_gets_the_result() -> None:
+    one = stream(limit=10)
+    feed(one, event("started"), *(chunk(n) for n in range(1, 1000)), event("completed", 1000))
+    assert one.result_only
+    items = await all_of(one)
+    assert items == [ResultOnly(SLOW)]
+    assert (await one.end(1))[0]["type"] == "completed"
+
+
+async def test_a_new_attempt_streams_again_after_a_drop_and_voids_what_was_not_taken() -> None:
+    one = stream(limit=3)
+    feed(one, event("started"), chunk(1), chunk(2), chunk(3), chunk(4))
+    assert one.result_only
+    feed(one, event("started", 0, "B"), chunk(1, "B"), event("completed", 2, "B"), first=10)
+    assert not one.result_only
+    items = await all_of(one)
+    assert isinstance(items[0], Started) and items[0].attempt == "B"
+    assert isinstance(items[1], Chunk) and items[1].first and items[1].text == "B1 "
+    assert len(items) == 2
+
+
+async def test_a_gap_is_told_and_shown_text_never_jumps_over_it() -> None:
+    one = stream()
+    feed(one, event("started"), chunk(1), chunk(3), chunk(4), event("completed", 5))
+    assert await all_of(one) == [ResultOnly(GAP)]
+
+
+async def test_joining_without_the_started_event_is_result_only() -> None:
+    one = stream()
+    feed(one, chunk(7), chunk(8), event("completed", 9))
+    assert await all_of(one) == [ResultOnly(JOINED_LATE)]
+    assert (await one.end())[0]["type"] == "completed"
+
+
+async def test_records_read_again_after_a_seek_are_not_shown_twice() -> None:
+    one = stream(offset=5)
+    log = [event("started"), chunk(1), chunk(2)]
+    feed(one, *log, first=5)
+    feed(one, *log, event("completed", 3), first=5)
+    assert [item.text for item in await all_of(one) if isinstance(item, Chunk)] == ["A1 ", "A2 "]
+
+
+async def test_events_of_another_tenant_with_the_same_job_id_are_not_ours() -> None:
+    one = stream()
+    one.feed({**event("completed"), "tenant": "globex"}, 0)
+    assert not one.ended
+
+
+async def test_a_malformed_event_is_passed_over() -> None:
+    one = stream()
+    feed(
+        one,
+        event("started"),
+        {"type": "chunk", "run": 0, "tenant": "acme", "attempt": "A"},
+        chunk(1),
+        event("completed", 2),
+    )
+    assert [item.text for item in await all_of(one) if isinstance(item, Chunk)] == ["A1 "]
+
+
+async def test_without_streaming_nothing_is_kept_but_the_end() -> None:
+    one = stream(streaming=False)
+    feed(one, event("started"), chunk(1), event("completed", 2))
+    assert [type(item) for item in await all_of(one)] == [Started]
+
+
+async def test_waiting_for_a_result_is_bounded_and_says_that_the_job_goes_on() -> None:
+    with pytest.raises(ResultTimeout, match="goes on"):
+        await stream().end(0.01)
+
+
+async def test_a_lost_connection_reaches_everybody_who_waits() -> None:
+    one = stream()
+    waiting = asyncio.create_task(one.take())
+    await asyncio.sleep(0)
+    one.fail(Closed("gone"))
+    with pytest.raises(Closed):
+        await waiting
+    with pytest.raises(Closed):
+        await one.end()
