@@ -1,5 +1,5 @@
-"""The local stack: Apache Kafka, an S3 store, the OpenTelemetry Collector and Zipkin as plain processes, without containers.
+"""The local stack: Apache Kafka, an S3 store, the OpenTelemetry Collector and Zipkin as plain processes.
 
-Modules here import only the standard library when they load (what needs more imports it where it is used): preparing
-the slow artefacts starts beside the installation of the environment, with the system's own Python.
+What infra/prepare.py imports needs only the standard library when it loads: the slow artefacts are made beside the
+installation of the environment, by the system's own Python.
 """

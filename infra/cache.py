@@ -1,6 +1,6 @@
-"""What is slow to make is made once and kept in one folder for all checkouts: `$HEADRACE_CACHE`, else `~/.cache/headrace`.
+"""What is slow to make is made once, in one folder for all checkouts: `$HEADRACE_CACHE`, else `~/.cache/headrace`.
 
-An artefact is a folder `<name>-<key>`; the key is a digest of all that went into it, so a changed input makes a new one.
+An artefact is a folder `<name>-<key>`; the key is a digest of all that goes into it: a changed input makes a new one.
 It is made beside its place and renamed when whole: what a killed run left is never used. One lock file an artefact.
 """
 
@@ -32,7 +32,7 @@ def root() -> Path:
 
 
 class Workshop:
-    """Runs the commands that make artefacts: output to a log each, ended with all their children when the run is cancelled."""
+    """Runs the commands that make artefacts: output to logs, ended with all their children when the run is cancelled."""
 
     def __init__(self, logs: Path, progress: Progress) -> None:
         self.logs = logs
@@ -45,7 +45,7 @@ class Workshop:
     def run(
         self, name: str, argv: list[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None, remedy: str
     ) -> None:
-        """One command of artefact `name`; its output is appended to the artefact's log. Raises BuildFailed, Cancelled."""
+        """One command; its output is appended to the log of artefact `name`. Raises BuildFailed, Cancelled."""
         log = self.log(name)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:

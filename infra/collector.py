@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import http.client
+import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from infra.cache import Artefact, Workshop
 from infra.errors import Missing
@@ -48,8 +51,8 @@ BINARY = Artefact(
 
 class Collector:
     name = "collector"
-    ports = {"otlp": 0}
-    peers = ("zipkin",)
+    ports: Mapping[str, int] = MappingProxyType({"otlp": 0})
+    peers: tuple[str, ...] = ("zipkin",)
     start_s = 60.0
     stop_s = 10.0
 
@@ -69,9 +72,7 @@ class Collector:
         """An export without spans is answered like any other."""
         connection = http.client.HTTPConnection(HOST, ports["otlp"], timeout=3)
         try:
-            connection.request(
-                "POST", "/v1/traces", b'{"resourceSpans":[]}', {"Content-Type": "application/json"}
-            )
+            connection.request("POST", "/v1/traces", b'{"resourceSpans":[]}', {"Content-Type": "application/json"})
             status = connection.getresponse().status
         except http.client.HTTPException as error:
             raise NotReady(f"it does not speak HTTP ({type(error).__name__})") from error
@@ -86,6 +87,4 @@ class Collector:
 
 def _path_with(go: str) -> str:
     """The builder runs `go` by name."""
-    import os
-
     return f"{Path(go).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"

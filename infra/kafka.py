@@ -7,8 +7,10 @@ import base64
 import os
 import subprocess
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from string import Template
+from types import MappingProxyType
 
 from infra import java
 from infra.cache import Artefact, Workshop
@@ -30,7 +32,7 @@ JARS = Artefact("kafka", f"downloading Apache Kafka {VERSION} (once, 45 MB)", (P
 
 class Kafka:
     name = "kafka"
-    ports = {"kafka": 0, "kafka_controller": 0}
+    ports: Mapping[str, int] = MappingProxyType({"kafka": 0, "kafka_controller": 0})
     peers: tuple[str, ...] = ()
     start_s = 90.0  # 3-9 s alone; more after a crash (log recovery) and beside a build on the same two cores
     stop_s = 20.0
@@ -42,7 +44,9 @@ class Kafka:
         home.mkdir(parents=True, exist_ok=True)
         config = home / "server.properties"
         template = Template((DEV / "kafka.properties").read_text())
-        config.write_text(template.substitute(host=HOST, port=ports["kafka"], control=ports["kafka_controller"], data=data))
+        config.write_text(
+            template.substitute(host=HOST, port=ports["kafka"], control=ports["kafka_controller"], data=data)
+        )
         machine = (
             str(java.find()),
             "-Xms64m",
@@ -79,7 +83,9 @@ class Kafka:
                 timeout=self.start_s,
             ).returncode
         if code != 0:
-            raise PartFailed("Kafka's data folder could not be formatted", remedy="make clean, then headrace up", log=log)
+            raise PartFailed(
+                "Kafka's data folder could not be formatted", remedy="make clean, then headrace up", log=log
+            )
 
 
 async def _ask(bootstrap: str) -> None:

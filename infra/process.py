@@ -1,6 +1,6 @@
-"""One supervised process of the stack: started detached in a group of its own, remembered by pid and start time, ended whole.
+"""One process of the stack: started detached in a group of its own, remembered by pid and start time, ended whole.
 
-Linux only (/proc). It never decides when a process should run: infra/stack.py does.
+Linux only (/proc). It never decides when a process should run: infra/startup.py does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 # Every process of a stack carries this variable with the stack's folder: what lost its pid file is still found.
 MARKER = "HEADRACE_STACK"
-# What a part may need from the caller's environment. The rest stays out: Zipkin and Kafka read many variables of their own.
+# What a part may need from the caller's environment. The rest stays out: Zipkin and Kafka read many variables.
 INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "JAVA_HOME", "LD_LIBRARY_PATH")
 
 PROC = Path("/proc")
@@ -79,7 +79,7 @@ class Process:
         self._file = folder / "run" / f"{name}.json"
 
     def identity(self) -> Identity | None:
-        """Who was started last; None after a clean stop. An unreadable file counts as none (the marker finds strays)."""
+        """Who was started last; None after a clean stop. An unreadable file is none (the marker finds strays)."""
         try:
             return Identity(**json.loads(self._file.read_text()))
         except (OSError, ValueError, TypeError):
@@ -205,7 +205,7 @@ def _boot() -> str:
 
 
 def _reap(pid: int) -> None:
-    """Takes the exit status of a process that this one started, so that no zombie stays. Nobody else's child is touched."""
+    """Takes the exit status of a process that this one started, so that no zombie stays."""
     if pid in _children:
         try:
             ended, _ = os.waitpid(pid, os.WNOHANG)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import urllib3
 from minio import Minio
@@ -31,18 +33,20 @@ SOCKET_PATH = 100
 class Store:
     name = "store"
     # The admin server's gRPC port cannot be chosen for its own worker: it is the HTTP port + 10000.
-    ports = {
-        "store": 0,
-        "store_grpc": 0,
-        "store_master": 0,
-        "store_master_grpc": 0,
-        "store_volume": 0,
-        "store_volume_grpc": 0,
-        "store_filer": 0,
-        "store_filer_grpc": 0,
-        "store_admin": 10_000,
-        "store_webdav": 0,
-    }
+    ports: Mapping[str, int] = MappingProxyType(
+        {
+            "store": 0,
+            "store_grpc": 0,
+            "store_master": 0,
+            "store_master_grpc": 0,
+            "store_volume": 0,
+            "store_volume_grpc": 0,
+            "store_filer": 0,
+            "store_filer_grpc": 0,
+            "store_admin": 10_000,
+            "store_webdav": 0,
+        }
+    )
     peers: tuple[str, ...] = ()
     start_s = 60.0
     stop_s = 10.0

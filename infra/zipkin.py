@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http.client
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from infra import java
 from infra.cache import Artefact, Workshop
@@ -26,7 +28,7 @@ JAR = Artefact("zipkin", f"downloading Zipkin {VERSION} (once, 131 MB)", (POM.re
 
 class Zipkin:
     name = "zipkin"
-    ports = {"zipkin": 0}
+    ports: Mapping[str, int] = MappingProxyType({"zipkin": 0})
     peers: tuple[str, ...] = ()
     start_s = 90.0
     stop_s = 10.0

@@ -1,9 +1,7 @@
-"""A scenario: who publishes which jobs and when, from a YAML file; and the plan of jobs that follows from it and a
-seed. Pure.
+"""A scenario: who publishes which jobs and when, from a YAML file; and the plan of jobs that follows from it. Pure.
 
 The same file, seed and run name always give the same jobs in the same order, so that two services (or a service and
-the bare
-engine) can be given exactly the same work.
+the bare engine) can be given exactly the same work.
 """
 
 from __future__ import annotations
@@ -19,14 +17,15 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from schemas.fields import TENANT_PATTERN
-from schemas.names import CHAT, COMPLETIONS, SCHEMA_VERSION
+from schemas.names import CHAT, SCHEMA_VERSION
 
 FOLDER = Path(__file__).parent / "scenarios"
 
-WORDS = (
+TEXT = (
     "river water mill wheel stone bridge bank flood source delta stream current weir gate channel turbine lake rain "
     "spring valley mountain forest meadow field boat harbour anchor rope sail wind cloud storm summer winter morning"
-).split()
+)
+WORDS = TEXT.split()
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -87,7 +86,7 @@ class TenantLoad(Model):
     jobs: Count
     arrivals: Annotated[Closed | Poisson | Burst, Field(discriminator="kind")]
     tier: Literal["interactive", "standard", "bulk"] = "standard"
-    endpoint: Literal["/v1/chat/completions", "/v1/completions"] = COMPLETIONS
+    endpoint: Literal["/v1/chat/completions", "/v1/completions"] = "/v1/completions"
     prompt_words: Span = Span(min=80, max=120)
     shared_words: Annotated[int, Field(ge=0)] = 0  # at the beginning, the same for all jobs of the tenant
     output_tokens: Span = Span(min=128, max=128)
@@ -100,9 +99,7 @@ class Scenario(Model):
     name: str
     model: str | None = None  # left out: what the generator is told
     seed: int = 7
-    limit_s: Annotated[float, Field(gt=0)] = (
-        300.0  # after the last job was published: what has not ended by then is lost
-    )
+    limit_s: Annotated[float, Field(gt=0)] = 300.0  # from the start; what has not ended by then counts as lost
     tenants: Annotated[list[TenantLoad], Field(min_length=1)]
 
     @property

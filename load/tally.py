@@ -1,9 +1,7 @@
-"""Counts what comes back: jobs ended, lost and doubled, gaps in the numbering, delays and rates. Pure; fed with raw
-records' content.
+"""Counts what comes back: jobs ended, lost and doubled, gaps in the numbering, delays and rates. Pure.
 
-It judges the log and not a reader's view of it: repeats and further terminals that a reader would ignore are counted
-too.
-Times are seconds of one monotonic clock, the caller's.
+It judges the raw log and not a reader's view of it: repeats and further terminals that a reader would ignore are
+counted too. Times are seconds of one monotonic clock, the caller's.
 """
 
 from __future__ import annotations
@@ -139,9 +137,7 @@ class Tally:
 
 
 def doubled(terminals: Sequence[tuple[int, int]]) -> bool:
-    """Whether a reader following the rules could deliver two: ends of one run on partitions that have no common
-    order.
-    """
+    """Whether a reader following the rules could deliver two: ends of one run on partitions without a common order."""
     places: dict[int, int] = {}
     return any(places.setdefault(run, partition) != partition for run, partition in terminals)
 

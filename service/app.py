@@ -76,7 +76,7 @@ class Worker:
             await self.health.start()
             log.info("listening url=%s", self.health.url)
             await self.link.start()
-            await topics.check(self.settings)
+            await topics.require(self.settings)
             await self.reply_topics.start()
             capacity = await self.engine.start()
             engine = self.settings.engine

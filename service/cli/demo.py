@@ -8,12 +8,10 @@ import time
 import uuid
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 import orjson
 import typer
-from infra.stack import Stack, StackError
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -22,11 +20,15 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from rich.console import Console
 from rich.table import Table
 
-from client import Chunk, Client, ClientError, JobEnded, Result, StoreAccess, Submitted
+from client import Client, ClientError, JobEnded, Result, StoreAccess, Submitted
+from infra import store
+from infra.errors import StackError
+from infra.stack import Stack
 from schemas.names import REPLIES
 from service.cli import trace as traces
 from service.cli.process import WorkerProcess, WorkerStopped
 from service.cli.raw import terminals_since, topic_ends
+from service.topics import BrokerUnreachable, TopicsRefused
 
 MODEL = "smollm2-135m-instruct"
 TENANTS = ("acme", "globex", "initech")
@@ -98,7 +100,6 @@ def register(app: typer.Typer) -> None:
 def demo(
     json: Annotated[bool, typer.Option("--json", help="End with one JSON object on the last line.")] = False,
     keep: Annotated[bool, typer.Option(help="Leave the local stack running afterwards.")] = False,
-    state_dir: Annotated[Path, typer.Option(help="State and logs of the local stack.")] = Path(".headrace"),
 ) -> None:
     """Shows the whole service at work on real parts: Kafka, S3, vLLM, Collector, trace viewer.
 
@@ -106,27 +107,27 @@ def demo(
     another's cache.
     """
     console = Console(stderr=json, highlight=False)
-    stack = Stack(state_dir)
-    was_up = stack.is_up()
+    stack = Stack()
+    was_up = stack.running
     code = 1
     try:
-        stack.up(console)
+        stack.up()
         outcome = asyncio.run(_show(stack, console))
-        code = 0 if outcome.good(traced=bool(stack.addresses().zipkin)) else 1
+        code = 0 if outcome.good(traced=bool(stack.addresses.zipkin)) else 1
         _summary(console, outcome, stack)
         if json:
             typer.echo(orjson.dumps(outcome.line()).decode())
-    except (StackError, WorkerStopped, ClientError) as problem:
+    except (StackError, TopicsRefused, BrokerUnreachable, WorkerStopped, ClientError) as problem:
         console.print(f"[red]headrace demo:[/] {problem}")
     finally:
         if not (keep or was_up):
-            stack.down(console)
+            stack.down()
     raise typer.Exit(code)
 
 
 async def _show(stack: Stack, console: Console) -> Outcome:
-    addresses = stack.addresses()
-    provider = _tracing(addresses.otlp)
+    addresses = stack.addresses
+    provider = _tracing(addresses.otlp_endpoint)
     outcome = Outcome()
     run = uuid.uuid4().hex[:6]
     async with WorkerProcess(stack, name="demo") as worker:
@@ -134,8 +135,8 @@ async def _show(stack: Stack, console: Console) -> Outcome:
             await worker.ready(WORKER_START_S)
         console.print(f"[green]✓[/] worker ready: {MODEL} on vLLM, in the worker's own process")
         starts = await topic_ends(addresses.bootstrap, REPLIES)
-        store = StoreAccess(**stack.store_access())
-        async with Client(addresses.bootstrap, model=MODEL, store=store) as client:
+        access = StoreAccess(addresses.store_endpoint, store.ACCESS_KEY, store.SECRET_KEY, bucket=store.BUCKET)
+        async with Client(addresses.bootstrap, model=MODEL, store=access) as client:
             jobs = await _streams(client, outcome, console, run)
             await _large(client, outcome, console, run, jobs)
             await _cache(client, outcome, console, run, jobs)
@@ -186,7 +187,7 @@ async def _follow(job: Submitted, published: float, outcome: Outcome, console: C
                     outcome.first_token_ms.append((time.monotonic() - published) * 1000)
                     first = False
                 if show:
-                    line = _print_words(console, job.tenant, colour, line + _text(chunk))
+                    line = _print_words(console, job.tenant, colour, line + chunk.text)
             result = await job.result()
     except (JobEnded, TimeoutError) as problem:
         outcome.failed += 1
@@ -206,10 +207,6 @@ def _print_words(console: Console, tenant: str, colour: str, line: str) -> str:
     console.print(f"[{colour}]{tenant:>8} │[/] ", end="")
     console.print(" ".join(head.split()), markup=False)
     return rest
-
-
-def _text(chunk: Chunk) -> str:
-    return chunk.text
 
 
 def _done(outcome: Outcome, job: Submitted, result: Result) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -28,7 +27,7 @@ class WorkerProcess:
 
     def __init__(self, stack: Stack, name: str, environment: dict[str, str] | None = None) -> None:
         self._environment = {**os.environ, **stack.environment(), "HEADRACE_WORKER": name, **(environment or {})}
-        self.log = Path(stack.state_dir) / "logs" / f"worker-{name}.log"
+        self.log = stack.folder / "logs" / f"worker-{name}.log"
         self.url = ""
         self._process: asyncio.subprocess.Process | None = None
 

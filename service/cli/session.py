@@ -13,21 +13,42 @@ from collections.abc import Coroutine
 from typing import Any
 
 import typer
+from pydantic import ValidationError
 
 from client import ClientError, InvalidJob, StoreAccess, UnknownTopic, Unreachable
 from service.settings import Settings
 
+BOOTSTRAP = "HEADRACE_KAFKA__BOOTSTRAP"
 FAILED, USAGE, UNREACHABLE, INTERRUPTED = 1, 2, 3, 130
 
 
 def settings(bootstrap: str | None = None, pool: str | None = None) -> Settings:
-    """Settings from the environment, else the local stack's; `bootstrap` comes first."""
-    from service.cli.worker import load
-
-    found = load(pool=pool)
-    if bootstrap:
+    """Settings of the environment; what it leaves out comes from the local stack, unless another broker is named."""
+    broker = bootstrap or os.environ.get(BOOTSTRAP)
+    local = _local_stack()
+    if broker is None or broker == local.get(BOOTSTRAP):
+        for name, value in local.items():
+            os.environ.setdefault(name, value)
+    try:
+        found = Settings() if pool is None else Settings(pool=pool)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        name = "__".join(str(part) for part in first["loc"]).upper()
+        raise typer.BadParameter(f"HEADRACE_{name}: {first['msg']}") from None
+    if bootstrap is not None:
         found.kafka.bootstrap = bootstrap
     return found
+
+
+def _local_stack() -> dict[str, str]:
+    """The HEADRACE_… variables of the stack that `headrace up` left running; none if it is down."""
+    from infra.errors import StackError
+    from infra.stack import Stack
+
+    try:
+        return Stack().environment()
+    except StackError:
+        return {}
 
 
 def store_access(found: Settings) -> StoreAccess:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from typing import Annotated
 
@@ -37,9 +39,13 @@ def worker(
 
 def load(**overrides: object) -> Settings:
     """Settings from the environment, with the local stack's addresses where the environment is silent."""
+    from infra.errors import StackError
+    from infra.progress import Quiet
     from infra.stack import Stack
 
-    Stack.export_environment()
+    with contextlib.suppress(StackError):  # no stack here: the environment or the defaults say where things are
+        for name, value in Stack(show=Quiet()).environment().items():
+            os.environ.setdefault(name, value)
     try:
         return Settings(**{k: v for k, v in overrides.items() if v is not None})  # type: ignore[arg-type]
     except ValidationError as problem:
@@ -54,9 +60,11 @@ def serve(settings: Settings, *, announce_json: bool) -> int:
     import uvloop
 
     from service.app import EngineGone, Worker
+    from service.delivery.link import DeliveryDown
+    from service.delivery.lock import NameTaken
     from service.engine.protocol import StartFailure
     from service.telemetry import logs
-    from service.topics import TopicsWrong
+    from service.topics import BrokerUnreachable, TopicsRefused
 
     logs.configure(settings)
 
@@ -71,7 +79,7 @@ def serve(settings: Settings, *, announce_json: bool) -> int:
 
     try:
         uvloop.run(main())
-    except (StartFailure, TopicsWrong, EngineGone, OSError) as problem:
+    except (StartFailure, TopicsRefused, BrokerUnreachable, DeliveryDown, NameTaken, EngineGone, OSError) as problem:
         typer.echo(f"headrace worker: {problem}", err=True)
         return 1
     return 0

@@ -54,6 +54,7 @@ class Attempt:
         "timed",
         "trace_id",
         "usage_due",
+        "usage_put",
         "vanished",
         "waits",
     )
@@ -85,6 +86,7 @@ class Attempt:
         self.fields: dict[str, Any] = {}  # of the terminal event
         self.terminal: Letter | None = None  # put into the lane
         self.place: dict[str, Any] | None = None  # where the terminal lies
+        self.usage_put = False
         self.usage_due = False  # the usage record is not acknowledged yet
         self.dead_place: dict[str, Any] | None = None
         self.output: dict[str, Any] | None = None  # blob reference

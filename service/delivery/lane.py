@@ -226,6 +226,7 @@ class Lane:
         self._give_up(batch)
         log.error("record too large for its topic topic=%s bytes=%d", self.topic, letter.size)
         if letter.owner is not None:
+            self._remove([other for other in self._queue if other.owner is letter.owner])
             letter.owner.refused(letter)
         elif letter.done is not None:
             letter.done(self.partition, -1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -12,13 +11,12 @@ from schemas.decode import NotJson, decode
 from schemas.errors import ErrorCode, InvalidRequest, Refusal
 from schemas.tenants import Tenant
 from service.settings import StoreSettings
-
-log = logging.getLogger(__name__)
+from service.store import BlobMissing, DigestMismatch, StoreUnavailable
 
 
 class InputStore(Protocol):
     async def get(self, bucket: str, key: str, size: int, sha256: str) -> bytes:
-        """The object, its size and digest checked, within the store's deadline. Raises Refusal or the store's error."""
+        """The object, checked, within the store's deadline. Raises BlobMissing, DigestMismatch, StoreUnavailable."""
 
 
 class Inputs:
@@ -61,15 +59,20 @@ class Inputs:
         """The body that `ref` holds. Raises Refusal: `input_unavailable`, `store_unavailable` or `invalid_request`."""
         try:
             data = await self._store.get(ref.bucket, ref.key, ref.size, ref.sha256)
-        except Refusal:
-            raise
-        except Exception as problem:
-            log.warning("input could not be read: %s", type(problem).__name__)
+        except BlobMissing:
+            raise Refusal(
+                ErrorCode.INPUT_UNAVAILABLE, "input is not in the store; upload it and publish the job with run + 1"
+            ) from None
+        except DigestMismatch:
             raise Refusal(
                 ErrorCode.INPUT_UNAVAILABLE,
-                "input could not be read: it is missing, or its size or digest differ; "
-                "upload it again and publish the job with run + 1",
-            ) from problem
+                "input differs from its reference in size or SHA-256; upload it again and publish the job with run + 1",
+            ) from None
+        except StoreUnavailable:
+            raise Refusal(
+                ErrorCode.STORE_UNAVAILABLE,
+                "input could not be read, the store does not answer; publish the job with run + 1 later",
+            ) from None
         return await asyncio.to_thread(self._body, data)
 
     @staticmethod

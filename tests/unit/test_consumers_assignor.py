@@ -1,4 +1,4 @@
-"""The assignor: a number's topics stay together, nothing moves that need not, shares are even, whatever members claim."""
+"""The assignor: a number's topics stay together, nothing moves without need, shares are even, whatever is claimed."""
 
 from __future__ import annotations
 

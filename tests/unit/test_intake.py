@@ -16,12 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from schemas import names
-from schemas.errors import ErrorCode, Refusal
+from schemas.errors import ErrorCode
 from schemas.tenants import Tenant, TenantLimits
 from service.intake.intake import LARGE, Intake
 from service.intake.verdict import Lookup, Refused, Undeliverable, Verdict
 from service.job import Job, Place, Record, Ticket
 from service.settings import Settings
+from service.store import BlobMissing, DigestMismatch, StoreUnavailable
 
 MODEL = "small"
 JOBS = "inference.default.jobs.standard"
@@ -52,9 +53,11 @@ class FakeStore:
     async def get(self, bucket: str, key: str, size: int, sha256: str) -> bytes:
         if self.fails is not None:
             raise self.fails
+        if (bucket, key) not in self.blobs:
+            raise BlobMissing("no such object")
         data = self.blobs[bucket, key]
         if len(data) != size or hashlib.sha256(data).hexdigest() != sha256:
-            raise Refusal(ErrorCode.INPUT_UNAVAILABLE, "the digest of the input differs")
+            raise DigestMismatch("another digest")
         return data
 
 
@@ -459,10 +462,10 @@ def test_a_wrong_digest_is_input_unavailable_and_retriable() -> None:
     assert verdict.refusal.retriable
 
 
-def test_a_store_that_is_away_keeps_its_own_code() -> None:
+def test_a_store_that_is_away_has_a_code_of_its_own() -> None:
     door = Door()
     ref = stored(door, b"{}")
-    door.store.fails = Refusal(ErrorCode.STORE_UNAVAILABLE, "the store is away")
+    door.store.fails = StoreUnavailable("the store is away")
     verdict = door.judge(job(body=..., input=ref))
     assert isinstance(verdict, Refused) and verdict.refusal.code == ErrorCode.STORE_UNAVAILABLE
 
@@ -543,21 +546,10 @@ anything = st.recursive(
     ),
     max_leaves=8,
 )
+HEADER_NAMES = (names.H_REPLY_TO, names.H_REPLY_PARTITION, names.H_SPRING_REPLY_PARTITION, names.H_ORIGIN)
 headers_of_anybody = st.lists(
     st.tuples(
-        st.sampled_from(
-            [
-                names.H_REPLY_TO,
-                names.H_REPLY_PARTITION,
-                names.H_SPRING_REPLY_PARTITION,
-                names.H_ORIGIN,
-                names.H_STARTS,
-                "traceparent",
-                "tracestate",
-                "baggage",
-                "x",
-            ]
-        ),
+        st.sampled_from([*HEADER_NAMES, names.H_STARTS, "traceparent", "tracestate", "baggage", "x"]),
         st.none() | st.binary(max_size=60),
     ),
     max_size=4,

@@ -1,0 +1,167 @@
+"""What `submit` makes of its input, what `tail` and `job` say of events, and where `job` says the time went."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer
+
+from client import ClientError, InvalidJob, Result, Step, UnknownTopic, Unreachable
+from schemas.names import CHAT, COMPLETIONS, EMBEDDINGS
+from service.cli import session
+from service.cli.job import Account, as_json, bars, stages
+from service.cli.submit import read_job, summary
+from service.cli.tail import content, line
+
+
+@pytest.mark.parametrize(
+    ("text", "endpoint", "literal", "made"),
+    [
+        ("hi", None, True, {"endpoint": CHAT, "body": {"messages": [{"role": "user", "content": "hi"}]}}),
+        ("hi\n", "completions", False, {"endpoint": COMPLETIONS, "body": {"prompt": "hi"}}),
+        ("hi", "embeddings", True, {"endpoint": EMBEDDINGS, "body": {"input": "hi"}}),
+        ('{"a": 1}', None, True, {"endpoint": CHAT, "body": {"messages": [{"role": "user", "content": '{"a": 1}'}]}}),
+        ('{"messages": []}', None, False, {"endpoint": CHAT, "body": {"messages": []}}),
+        ('{"prompt": "x"}', None, False, {"endpoint": COMPLETIONS, "body": {"prompt": "x"}}),
+        ('{"input": "x", "body": {"input": "x"}, "endpoint": "/v1/embeddings"}', None, False, None),
+        (
+            '{"schema_version": 1, "id": "j", "tenant": "t", "body": {"prompt": "x"}, "endpoint": "/v1/completions"}',
+            None,
+            False,
+            {"id": "j", "tenant": "t", "endpoint": COMPLETIONS, "body": {"prompt": "x"}},
+        ),
+    ],
+)
+def test_prompts_bodies_and_jobs_are_told_apart(
+    text: str, endpoint: str | None, literal: bool, made: dict[str, Any] | None
+) -> None:
+    if made is None:
+        with pytest.raises(ClientError):
+            read_job(text, endpoint=endpoint, literal=literal)
+        return
+    assert read_job(text, endpoint=endpoint, literal=literal) == made
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [("", "empty"), ("{not json", "JSON"), ('{"body": {}, "tennant": "x"}', "tennant"), ('{"body": 3}', "objects")],
+)
+def test_wrong_input_is_wrong_usage(text: str, names: str) -> None:
+    with pytest.raises(typer.BadParameter, match=names):
+        read_job(text, endpoint=None, literal=False)
+
+
+def test_spans_of_time() -> None:
+    assert [session.seconds(text) for text in ("90", "90s", "15m", "2h", "1d", "0.5s")] == [
+        90,
+        90,
+        900,
+        7200,
+        86400,
+        0.5,
+    ]
+    for wrong in ("", "x", "-3s", "1w", "nan"):
+        with pytest.raises(typer.BadParameter):
+            session.seconds(wrong)
+
+
+def test_errors_have_the_documented_exit_codes() -> None:
+    assert [
+        session.exit_code(error) for error in (Unreachable(""), UnknownTopic(""), InvalidJob(""), ClientError(""))
+    ] == [
+        3,
+        3,
+        2,
+        1,
+    ]
+
+
+TIMINGS = {
+    "queue_ms": 5.0,
+    "admission_ms": 1.0,
+    "prefill_ms": 20.0,
+    "first_token_ms": 30.0,
+    "per_token_ms": 7.0,
+    "total_ms": 100.0,
+}
+
+
+def test_the_stages_add_up_to_the_whole_time() -> None:
+    found = dict(stages(TIMINGS, kafka_ms=12.0))
+    assert found == {
+        "kafka": 12.0,
+        "queue": 5.0,
+        "admission": 1.0,
+        "engine queue": 4.0,
+        "prefill": 20.0,
+        "decode": 70.0,
+    }
+    assert sum(found.values()) == 112.0
+    assert stages({"total_ms": 1.0}) == []
+    assert stages({"queue_ms": 2.0, "admission_ms": None, "total_ms": 3.0}) == [("queue", 2.0)]
+    assert bars(stages(TIMINGS)).row_count == 6
+
+
+def event(kind: str, attempt: str = "A", seq: int = 0, **more: Any) -> dict[str, Any]:
+    return {"type": kind, "job_id": "j", "run": 0, "tenant": "acme", "attempt": attempt, "seq": seq, **more}
+
+
+def account(*events: dict[str, Any]) -> Account:
+    made = Account("acme", "j")
+    for offset, each in enumerate(events):
+        record: Any = SimpleNamespace(topic="r", partition=1, offset=offset)
+        made.take(each, record)
+    return made
+
+
+CHUNK = {"offset": 0, "tokens": 2, "chunk": {}}
+
+
+def test_an_account_follows_the_rules_for_readers() -> None:
+    assert account().state == "queued or unknown" and not account().ended_well
+    assert account(event("waiting", reason="quota")).state == "waiting"
+    started = event("started", at="t", model="m", worker="w", trace_id="f" * 32)
+    assert account(started).state == "running" and account(started).ended_well
+    assert account(started, event("abandoned", seq=1)).state == "interrupted, will run again"
+    ended = account(
+        started,
+        event("chunk", seq=1, **CHUNK),
+        event("started", "B"),
+        event("completed", "B", 1, timings=TIMINGS, at="2026-01-01T00:00:01Z", usage={}),
+        event("failed", "A", 2, error={}),
+    )
+    assert (ended.state, ended.place, ended.ignored_ends, ended.ended_well) == ("completed", ("r", 1, 3), 1, True)
+    told = as_json(ended, whole=True)
+    assert told["suppressed"] == 1 and [one["tokens"] for one in told["attempts"]] == [2, 0]
+    assert told["stages_ms"]["decode"] == 70.0 and told["terminal"] == {"topic": "r", "partition": 1, "offset": 3}
+    ended.published_ms = 1_767_225_600_000 + 1000 - 100 - 12
+    assert ended.kafka_ms == pytest.approx(12.0)
+    failed = account(event("failed", error={"code": "internal"}))
+    assert failed.state == "failed" and not failed.ended_well
+
+
+def test_a_dead_job_is_known_by_its_status_alone() -> None:
+    one = account()
+    one.status = {"kind": "dead", "code": "poison_job"}
+    assert one.state == "dead" and not one.ended_well and as_json(one, whole=True)["error"] == {"code": "poison_job"}
+
+
+def test_events_are_told_in_a_line_and_ignored_ones_are_marked() -> None:
+    chunk = event("chunk", seq=1, offset=0, tokens=2, chunk={"choices": [{"index": 0, "delta": {"content": "سلام\n"}}]})
+    assert content(chunk) == "+2 'سلام\\n'"
+    assert "\n" not in line(chunk, 1_767_225_600_000, Step.CHUNK).plain
+    assert "ignored" in line(chunk, 0, Step.IGNORED).plain
+    failed = event("failed", error={"code": "internal", "message": "[bold]broken[/]"})
+    assert content(failed) == "internal: [bold]broken[/]" and "[bold]" in line(failed, 0, Step.END).plain
+    for kind in ("waiting", "started", "completed", "cancelled", "expired", "abandoned"):
+        assert kind in line(event(kind), 0, Step.END).plain
+
+
+def test_the_summary_names_the_store_when_the_output_lies_there() -> None:
+    ref = {"bucket": "outputs", "key": "k", "size": 1, "sha256": "0" * 64}
+    usage = {"prompt_tokens": 3, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 2}}
+    result = Result.of({**event("completed"), "output": ref, "usage": usage}, ("r", 0, 0))
+    told = summary(result, 1.5, 0.25)
+    assert "3 + 4 tokens" in told and "2 cached" in told and "250 ms" in told and "outputs/k" in told

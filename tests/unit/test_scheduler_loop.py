@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from schemas.errors import Expired, InvalidRequest, Refusal
+from service.engine.protocol import Capacity, EngineLost, Prepared
+from service.job import Job
+from service.scheduler.scheduler import WAITING_FIRST_S, WINDOW, Entry, Scheduler
+from tests.unit.jobs import job
+
+CAPACITY = Capacity(max_model_len=512, max_num_seqs=4, kv_tokens=10_000, block_size=16, model="m", version="1")
+
+
+class Rendering:
+    """Renders at once, or when a test says so."""
+
+    def __init__(self) -> None:
+        self.refuse: Callable[[Job], Refusal | None] = lambda job: None
+        self.lost = 0
+        self.gates: dict[str, asyncio.Event] = {}
+
+    async def prepare(self, job: Job) -> Prepared:
+        if gate := self.gates.get(job.head.job_id):
+            await gate.wait()
+        if self.lost:
+            self.lost -= 1
+            raise EngineLost("away")
+        if refusal := self.refuse(job):
+            raise refusal
+        return Prepared(prompt_tokens=10, max_tokens=8, n=int(job.body.get("n", 1)))
+
+
+class Exits:
+    """Keeps jobs running until the test ends them."""
+
+    def __init__(self) -> None:
+        self.running: list[Job] = []
+        self.refused: list[tuple[Job, Refusal]] = []
+        self.told: list[tuple[Job, str]] = []
+
+    async def run(self, entry: Entry) -> None:
+        self.running.append(entry.job)
+
+    def refuse(self, job: Job, refusal: Refusal) -> None:
+        self.refused.append((job, refusal))
+
+    def waiting(self, job: Job, reason: str, since: float) -> None:
+        self.told.append((job, reason))
+
+
+@pytest.fixture
+async def parts() -> AsyncIterator[tuple[Scheduler, Rendering, Exits]]:
+    rendering, exits = Rendering(), Exits()
+    scheduler = Scheduler(rendering, lambda tenant: 1.0)
+    scheduler.exits = exits
+    scheduler.start(CAPACITY, overfill=1.0, reserve=0.0)
+    yield scheduler, rendering, exits
+    await scheduler.stop()
+
+
+async def until(condition: Callable[[], bool], deadline_s: float = 5.0) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true in time"
+        await asyncio.sleep(0.005)
+
+
+Parts = tuple[Scheduler, Rendering, Exits]
+
+
+async def test_never_more_sequences_than_the_engine_takes(parts: Parts) -> None:
+    scheduler, _, exits = parts
+    for n in range(10):
+        scheduler.put(job(n))
+    await until(lambda: scheduler.running == 4)
+    assert scheduler.queued == 6
+    for n in range(10):
+        scheduler.release(exits.running[n].place)
+        await until(lambda n=n: len(exits.running) == min(10, n + 5))
+    assert scheduler.running == 0
+
+
+async def test_an_end_frees_its_place_once(parts: Parts) -> None:
+    scheduler, _, exits = parts
+    for n in range(6):
+        scheduler.put(job(n))
+    await until(lambda: scheduler.running == 4)
+    place = exits.running[0].place
+    scheduler.release(place)
+    scheduler.release(place)
+    await until(lambda: len(exits.running) == 5)
+    await asyncio.sleep(0)
+    assert scheduler.running == 4
+
+
+async def test_tenants_take_turns_though_one_came_first(parts: Parts) -> None:
+    scheduler, _, exits = parts
+    scheduler.hold("test")
+    for n in range(WINDOW * 3):
+        scheduler.put(job(n, tenant="flood"))
+    for n in range(5):
+        scheduler.put(job(1000 + n, tenant="small"))
+    scheduler.unhold("test")
+    done = 0
+    while done < WINDOW + 20:
+        await until(lambda: len(exits.running) > done)
+        scheduler.release(exits.running[done].place)
+        done += 1
+    assert sum(j.tenant == "small" for j in exits.running[: WINDOW + 20]) == 5
+
+
+async def test_a_slow_rendering_holds_up_nobody(parts: Parts) -> None:
+    scheduler, rendering, exits = parts
+    gate = rendering.gates["job-0"] = asyncio.Event()
+    scheduler.put(job(0))
+    scheduler.put(job(1))
+    await until(lambda: [j.head.job_id for j in exits.running] == ["job-1"])
+    gate.set()
+    await until(lambda: len(exits.running) == 2)
+
+
+async def test_a_refused_job_ends_and_the_next_goes_on(parts: Parts) -> None:
+    scheduler, rendering, exits = parts
+    rendering.refuse = lambda j: InvalidRequest("no") if j.head.job_id == "job-0" else None
+    scheduler.put(job(0))
+    scheduler.put(job(1))
+    await until(lambda: len(exits.refused) == 1 and len(exits.running) == 1)
+    assert exits.refused[0][1].message == "no"
+    assert scheduler.queued == 0
+
+
+async def test_rendering_is_tried_again_after_the_engine_came_back(parts: Parts) -> None:
+    scheduler, rendering, exits = parts
+    rendering.lost = 2
+    scheduler.put(job(0))
+    await until(lambda: len(exits.running) == 1)
+    assert not exits.refused
+
+
+async def test_holds_stop_admission_until_all_are_lifted(parts: Parts) -> None:
+    scheduler, _, exits = parts
+    scheduler.hold("engine")
+    scheduler.hold("memory")
+    scheduler.put(job(0))
+    scheduler.unhold("engine")
+    for _ in range(20):
+        await asyncio.sleep(0.005)
+    assert not exits.running
+    scheduler.unhold("memory")
+    await until(lambda: len(exits.running) == 1)
+
+
+async def test_a_deadline_ends_a_waiting_job(parts: Parts) -> None:
+    scheduler, _, exits = parts
+    scheduler.hold("test")
+    scheduler.put(job(0, deadline=time.time() + 100))
+    scheduler.put(job(1))
+    scheduler.run_alarms(time.time() + 101)
+    assert [(j.head.job_id, type(r)) for j, r in exits.refused] == [("job-0", Expired)]
+    assert scheduler.queued == 1
+
+
+async def test_a_timed_job_waits_for_its_time(parts: Parts) -> None:
+    scheduler, _, exits = parts
+    scheduler.put(job(0, not_before=time.time() + 100))
+    await asyncio.sleep(0.05)
+    assert not exits.running and scheduler.queued == 1
+    scheduler.run_alarms(time.time() + 101)
+    scheduler.unhold("")
+    await until(lambda: len(exits.running) == 1)
+
+
+async def test_a_job_that_asked_is_told_why_it_waits_and_a_running_one_is_not(parts: Parts) -> None:
+    scheduler, _, exits = parts
+    scheduler.hold("engine")
+    scheduler.put(job(0, progress=True))
+    scheduler.put(job(1))
+    now = time.time()
+    scheduler.run_alarms(now + WAITING_FIRST_S + 1)
+    scheduler.run_alarms(now + WAITING_FIRST_S + 2)
+    assert [(j.head.job_id, why) for j, why in exits.told] == [("job-0", "engine")]
+    scheduler.unhold("engine")
+    await until(lambda: len(exits.running) == 2)
+    scheduler.run_alarms(now + 100)
+    assert len(exits.told) == 1
+
+
+async def test_lost_partitions_leave_nothing_behind(parts: Parts) -> None:
+    scheduler, _, _ = parts
+    for n in range(8):
+        scheduler.put(job(n, partition=n % 2))
+    await until(lambda: scheduler.running == 4)
+    scheduler.abandon(lambda j: j.place.partition == 0)
+    await until(lambda: scheduler.running == 4 and scheduler.queued == 0)
+    assert {e.job.place.partition for e in scheduler.entries()} == {1}
+
+
+async def test_a_drain_ends_when_the_last_job_has_ended(parts: Parts) -> None:
+    scheduler, _, exits = parts
+    scheduler.put(job(0))
+    await until(lambda: scheduler.running == 1)
+    assert await scheduler.drain(0.02) == 1
+    draining = asyncio.create_task(scheduler.drain(5))
+    await asyncio.sleep(0)
+    scheduler.release(exits.running[0].place)
+    assert await draining == 0
