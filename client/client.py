@@ -152,6 +152,8 @@ class Client:
         if tenant is None:
             raise InvalidJob("tenant: name one, here or in Client(…, tenant=…)")
         id = id if id is not None else new_id()
+        if not isinstance(id, str):
+            raise InvalidJob(f"id: must be text, not {type(id).__name__}")
         partition = self._partitions[partition_of(id, len(self._partitions))]
         if body is not None and "model" not in body and self._model is not None:
             body = {**body, "model": self._model}
@@ -160,14 +162,14 @@ class Client:
             "run": run,
             "tenant": tenant,
             "endpoint": endpoint,
-            "body": None if body is None else dict(body),
+            "body": _plain(body),
             "input": None if input is None else input.wire(),
             "reply": {"topic": self._reply_topic, "partition": partition, "stream": stream, "progress": progress},
             "deadline": moment(deadline),
             "not_before": moment(not_before),
             "conversation": conversation,
-            "metadata": None if metadata is None else dict(metadata),
-            "output": None if output is None else dict(output),
+            "metadata": _plain(metadata),
+            "output": _plain(output),
         }
         record = build(fields, self._spread)
         if len(record.value) > MAX_RECORD_BYTES:
@@ -391,6 +393,11 @@ class Client:
             place=place,
             trace_id=trace_id,
         )
+
+
+def _plain(fields: Mapping[str, Any] | None) -> Any:
+    """A mapping as JSON knows it; anything else stays for the contract to refuse."""
+    return dict(fields) if isinstance(fields, Mapping) else fields
 
 
 async def _stop(connection: AIOKafkaProducer | AIOKafkaConsumer) -> None:

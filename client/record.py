@@ -42,11 +42,11 @@ def moment(when: When | None) -> str | None:
     """RFC 3339 for the wire. A number or timedelta counts from now, in seconds; a datetime needs its zone."""
     if when is None or isinstance(when, str):
         return when
-    if isinstance(when, (int, float)):
+    if isinstance(when, int | float) and not isinstance(when, bool):
         when = timedelta(seconds=when)
     if isinstance(when, timedelta):
         when = datetime.now(UTC) + when
-    if when.tzinfo is None:
+    if not isinstance(when, datetime) or when.tzinfo is None:
         raise InvalidJob("deadline and not_before need a time zone: datetime.now(UTC) + …, not a naive datetime")
     return format_time(when)
 

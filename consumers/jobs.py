@@ -22,6 +22,7 @@ from faststream import AckPolicy, BaseMiddleware
 from faststream.kafka import KafkaBroker, KafkaMessage
 from faststream.kafka.message import FAKE_CONSUMER
 
+from consumers import lenient
 from consumers.assignor import numbers_assignor
 from consumers.offsets import GroupOffsets, is_member
 from consumers.ports import Outlet, Reception
@@ -32,6 +33,9 @@ from service.ledger import Book, Committer, Key
 from service.settings import Settings
 
 log = logging.getLogger(__name__)
+# FastStream's own log: a warning at every start, two lines per record at its level; only its errors are news.
+client_log = logging.getLogger(f"{__name__}.client")
+client_log.setLevel(logging.ERROR)
 
 JOIN_S = 60.0  # the first member of an empty group waits 3 s, a joiner up to the rebalance timeout of 30 s
 FETCH_WAIT_MS = 100
@@ -75,6 +79,7 @@ class JobsConsumer:
 
     async def start(self, timeout_s: float = JOIN_S) -> None:
         """Joins the group; returns once partitions are assigned (perhaps none). Raises KafkaError, TimeoutError."""
+        lenient.install()
         kafka = self._settings.kafka
         self._admin = AIOKafkaAdminClient(
             bootstrap_servers=kafka.bootstrap, request_timeout_ms=kafka.request_timeout_ms
@@ -196,7 +201,7 @@ class JobsConsumer:
             graceful_timeout=1.0,  # the handler never waits
             apply_types=False,
             middlewares=(admission,),
-            logger=log,
+            logger=client_log,
             log_level=logging.DEBUG,
         )
         self._subscriber = broker.subscriber(

@@ -1,4 +1,4 @@
-"""How much the delivery room carries: a link and its real delivery process, both on one core, fed with synthetic deltas.
+"""How much the delivery room carries: a link and its real process, both on one core, fed with synthetic deltas.
 
     python -m load.delivery_rate streams [--streams 512] [--rate 98] [--seconds 10]
     python -m load.delivery_rate finals [--seconds 10] [--in-flight 512]
@@ -121,7 +121,7 @@ async def streams(bench: Bench, count: int, rate: float, seconds: float) -> dict
     fed = time.monotonic() - begin
     for stream in opened:
         bench.end(stream, steps)
-    while bench.ended < count:
+    while bench.ended < count:  # noqa: ASYNC110
         await asyncio.sleep(0.005)
     took = time.monotonic() - begin
     return {
@@ -147,7 +147,7 @@ async def finals(bench: Bench, in_flight: int, seconds: float) -> dict[str, Any]
         opened += 1
         if opened % 32 == 0:
             await asyncio.sleep(0)
-    while bench.ended < opened:
+    while bench.ended < opened:  # noqa: ASYNC110
         await asyncio.sleep(0.005)
     took = time.monotonic() - begin
     return {"jobs": opened, "jobs_per_s": round(opened / took), "took_s": round(took, 2)}

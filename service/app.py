@@ -66,6 +66,7 @@ class Worker:
         self.health = HealthServer(settings, self, self.metrics)
         self.draining = False
         self._stop = asyncio.Event()
+        self._following: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
 
     # -- life cycle
@@ -81,6 +82,7 @@ class Worker:
             capacity = await self.engine.start()
             engine = self.settings.engine
             self.scheduler.start(capacity, engine.overfill, engine.reserve)
+            self._following = asyncio.create_task(self.tenants.follow(), name="tenants")
             await self.consumer.start()
         except BaseException:
             await self.stop(drain_s=0.0)
@@ -129,6 +131,8 @@ class Worker:
         await self._part("engine", self.engine.close())
         await self._part("health", self.health.stop())
         self.store.close()
+        if self._following is not None:
+            self._following.cancel()
 
     async def _part(self, name: str, stopping: Awaitable[Any]) -> None:
         """Each part in a task of its own: with the broker away a stop may hang or raise CancelledError (R19)."""

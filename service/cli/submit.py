@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import orjson
 import typer
 
-from client import Chunk, Client, JobEnded, JobFailed, Result, ResultOnly, Submitted
+from client import BlobRef, Chunk, Client, ClientError, JobEnded, JobFailed, Result, ResultOnly, Submitted
 from client.record import new_id
 from schemas.names import CHAT, COMPLETIONS, EMBEDDINGS, REPLIES, TIERS
 from service.cli import session
@@ -118,9 +118,10 @@ def read_job(text: str, *, endpoint: str | None, literal: bool) -> dict[str, Any
     job = {name: value for name, value in content.items() if name != "schema_version" and value is not None}
     job["endpoint"] = given or job.get("endpoint") or CHAT
     if "input" in job:
-        from client import BlobRef
-
-        job["input"] = BlobRef.of(job["input"])
+        try:
+            job["input"] = BlobRef.of(job["input"])
+        except ClientError as error:
+            raise typer.BadParameter(f"input: {error}") from None
     return job
 
 

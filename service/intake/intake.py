@@ -37,13 +37,14 @@ from service.intake.verdict import Lookup, Refused, Verdict
 from service.job import Job, Record, Ticket
 from service.settings import Settings
 from service.telemetry.propagation import extract
+from service.topics import JOBS_RETENTION_MS
 
 # Records over so many bytes are read in a thread: a small job takes about 50 µs, one of 1 MiB 5 ms and more.
 LARGE = 64 * 1024
 # Seconds a deadline may have passed by the worker's clock before the job counts as expired (R14).
 TOLERANCE_S = 2.0
-# Seconds a jobs topic keeps its records, unless told otherwise; times beyond half of it are refused.
-JOBS_RETENTION_S = 7 * 86_400.0
+# Seconds a jobs topic keeps its records; times beyond half of it are refused.
+JOBS_RETENTION_S = JOBS_RETENTION_MS / 1000
 
 _ID = re.compile(ID_PATTERN, re.ASCII)
 _JOB_NAMES = (

@@ -203,9 +203,8 @@ def text_of(events: list[dict[str, Any]], index: int = 0) -> str:
     parts = []
     for event in events:
         if event["type"] == "chunk":
-            for choice in event["chunk"]["choices"]:
-                if choice["index"] == index:
-                    parts.append((choice.get("delta") or choice).get("content") or choice.get("text") or "")
+            choices = [choice for choice in event["chunk"]["choices"] if choice["index"] == index]
+            parts += [(c.get("delta") or c).get("content") or c.get("text") or "" for c in choices]
     return "".join(parts)
 
 

@@ -35,6 +35,7 @@ class Job:
     fields: dict[str, Any]
     headers: dict[str, bytes]
     key: bytes
+    place: tuple[int, int]  # partition and offset of its record
     _send: Callable[[str, int | None, bytes, dict[str, Any]], Awaitable[tuple[int, int]]]
     places: list[tuple[int, int]] = field(default_factory=list)
 
@@ -149,7 +150,13 @@ async def double(bootstrap: str, partitions: int = 3) -> AsyncIterator[Double]:
                     if place.topic == cancel:
                         made.cancels.append((record.key, orjson.loads(record.value)))
                         continue
-                    job = Job(orjson.loads(record.value), dict(record.headers), record.key, made.send)
+                    job = Job(
+                        orjson.loads(record.value),
+                        dict(record.headers),
+                        record.key,
+                        (record.partition, record.offset),
+                        made.send,
+                    )
                     made.jobs.put_nowait(job)
                     if made.script is not None:
                         answers.add(task := asyncio.ensure_future(made.script(job)))

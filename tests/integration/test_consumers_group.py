@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 import time
 from collections import Counter
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from aiokafka.record.util import calc_crc32c
 
 from schemas import names
 from service.job import Place, Record, Ticket
@@ -164,6 +166,13 @@ class Process:
     def places(self, event: str) -> list[Place]:
         return [Place(*told["place"]) for told in self.events if told["event"] == event]
 
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def end(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+
     async def kill(self) -> None:
         self._process.kill()
         await self._process.wait()
@@ -205,6 +214,37 @@ async def test_after_kill_9_only_what_was_unfinished_is_handed_out_again(pool: P
     assert set(held) <= worker.careful
     assert [worker.starts[place] for place in held] == [1] * 36
     await worker.stop()
+
+
+async def test_a_frozen_member_wakes_up_harmless(pool: Pool) -> None:
+    """Frozen for longer than its session, then woken in an empty group, where the broker would take its old commit."""
+    process = Process(pool)
+    await process.start()
+    try:
+        await until(lambda: any(e["event"] == "joined" for e in process.events), "the member", 40)
+        held = await pool.publish(36, hold=True)
+        await until(lambda: len(process.places("admitted")) == 36, "36 jobs", 40)
+        mark = len(process.events)
+        await until(lambda: any(e["event"] == "committed" for e in process.events[mark:]), "a commit")
+        process.signal(signal.SIGSTOP)
+        worker = Worker(pool.settings)
+        await worker.start()
+        await until(lambda: len(worker.ended) == 36, "the frozen member's jobs", 40)
+        more = await pool.publish(36)
+        await until(lambda: len(worker.ended) == 72, "new jobs")
+        await worker.stop()
+        before = await pool.committed()
+        assert sum(value.offset for value in before.values()) == 72
+        process.signal(signal.SIGCONT)
+        last = await pool.publish(18)
+        await until(lambda: set(last) <= set(process.places("ended")), "the woken member at work again", 40)
+        for key, value in (await pool.committed()).items():
+            assert value.offset >= before[key].offset
+        assert Counter(process.places("admitted")) == Counter([*held, *last])
+        assert not set(more) & set(process.places("admitted"))
+        await process.stop()
+    finally:
+        process.end()
 
 
 async def test_a_clean_stop_is_remembered_and_costs_no_start(pool: Pool) -> None:
@@ -249,6 +289,41 @@ async def test_records_with_binary_null_and_doubled_headers_and_no_value_come_th
     assert third.value == b""
     assert abs(first.timestamp_ms / 1000 - time.time()) < 60
     await worker.stop()
+
+
+async def test_a_header_name_that_is_no_utf_8_does_not_block_its_partition(pool: Pool) -> None:
+    """Not lenient, the client library fails on it again and again, and the partition stands still."""
+    topic = names.jobs_topic(pool.name, "standard")
+    batch = pool.producer.create_batch()
+    for value in (b"before", b"hostile", b"after"):
+        batch.append(key=b"k", value=value, timestamp=None, headers=[("XXXX" if value == b"hostile" else "good", b"1")])
+    batch._builder = HostileBuilder(batch._builder)
+    batch.close()
+    await (await pool.producer.send_batch(batch, topic, partition=0))
+    await pool.producer.send_and_wait(topic, b"later", partition=0)
+    worker = Worker(pool.settings)
+    await worker.start()
+    await until(lambda: len(worker.ended) == 4, "four records", 10)
+    assert [record.value for record in worker.records] == [b"before", b"hostile", b"after", b"later"]
+    assert worker.records[1].headers == (("\\xff\\xfe\\xfd\\xfc", b"1"),)
+    await worker.stop()
+
+
+class HostileBuilder:
+    """A batch builder that puts bytes on the wire which no well-behaved client would."""
+
+    def __init__(self, builder: Any) -> None:
+        self._builder = builder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._builder, name)
+
+    def build(self) -> bytearray:
+        data = bytearray(self._builder.build())
+        at = data.index(b"XXXX")
+        data[at : at + 4] = b"\xff\xfe\xfd\xfc"
+        data[17:21] = calc_crc32c(bytes(data[21:])).to_bytes(4, "big")
+        return data
 
 
 class Refusing(Worker):

@@ -77,7 +77,7 @@ async def test_a_closed_loop_never_has_more_in_flight_than_it_says(wire: Double)
         await exact(job)
 
     wire.script = slow
-    scenario = scaled(Scenario.load("engine-overhead"), jobs=30, in_flight=5, output_tokens=1)
+    scenario = scaled(Scenario.load("pipeline-streams"), jobs=30, in_flight=5, output_tokens=1)
     async with Generator(wire.bootstrap, pool=wire.pool, reply_topic=wire.replies) as generator:
         assert good(await asyncio.wait_for(generator.run(scenario, "m"), 30))
     assert 2 <= running[1] <= 5

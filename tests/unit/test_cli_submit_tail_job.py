@@ -38,7 +38,7 @@ def test_prompts_bodies_and_jobs_are_told_apart(
     text: str, endpoint: str | None, literal: bool, made: dict[str, Any] | None
 ) -> None:
     if made is None:
-        with pytest.raises(ClientError):
+        with pytest.raises(typer.BadParameter, match="blob reference"):
             read_job(text, endpoint=endpoint, literal=literal)
         return
     assert read_job(text, endpoint=endpoint, literal=literal) == made

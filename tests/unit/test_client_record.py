@@ -1,13 +1,15 @@
-"""What is published is checked against the contract first, lies where Java's partitioner puts it, and refused clearly.
-"""
+"""What is published is checked against the contract first, lies where Java puts it, and is refused in clear words."""
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
 import pytest
+from aiokafka.errors import RequestTimedOutError
 from opentelemetry import context, trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
@@ -19,6 +21,7 @@ from client import (
     Closed,
     InvalidJob,
     JobFailed,
+    PublishFailed,
     Result,
     ResumeToken,
     StoreError,
@@ -157,3 +160,36 @@ async def test_no_broker_is_one_clear_error_within_the_time_given() -> None:
 async def test_a_client_that_is_not_open_says_so() -> None:
     with pytest.raises(Closed, match="async with"):
         await Client("127.0.0.1:9", tenant="acme").publish({})
+
+
+class FlakyProducer:
+    """Fails so many sends, then acknowledges; remembers what it was given."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.sent: list[tuple[str, bytes]] = []
+
+    async def send_and_wait(self, topic: str, value: bytes, **_: Any) -> Any:
+        self.sent.append((topic, value))
+        if len(self.sent) <= self.failures:
+            raise RequestTimedOutError
+        return SimpleNamespace(topic=topic, partition=1, offset=7)
+
+
+async def test_a_failed_send_is_repeated_byte_for_byte_until_it_is_acknowledged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("client.client.RETRY_S", 0.01)
+    client, producer = Client("127.0.0.1:9", publish_timeout_s=5), FlakyProducer(2)
+    client._producer = producer
+    assert await client._send("t", b"k", b"v", {}) == ("t", 1, 7)
+    assert producer.sent == [("t", b"v")] * 3
+
+
+async def test_a_publication_nobody_acknowledges_is_bounded_and_says_that_repeating_is_safe() -> None:
+    client = Client("127.0.0.1:9", publish_timeout_s=0.6)
+    client._producer = FlakyProducer(10**6)
+    began = time.monotonic()
+    with pytest.raises(PublishFailed, match="safe"):
+        await client._send("t", b"k", b"v", {})
+    assert time.monotonic() - began < 2

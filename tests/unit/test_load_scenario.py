@@ -48,7 +48,7 @@ def test_lengths_arrivals_and_stream_shares_are_the_ones_asked_for() -> None:
 
 
 def test_a_benchmark_can_scale_a_scenario() -> None:
-    one = scaled(Scenario.load("engine-overhead"), jobs=10, in_flight=3, output_tokens=7).tenants[0]
+    one = scaled(Scenario.load("pipeline-streams"), jobs=10, in_flight=3, output_tokens=7).tenants[0]
     assert (one.jobs, one.arrivals, one.output_tokens.min) == (10, Closed(kind="closed", in_flight=3), 7)
 
 

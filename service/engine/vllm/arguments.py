@@ -68,6 +68,7 @@ def environment(settings: EngineSettings, log_config: Path) -> tuple[dict[str, s
     }
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",  # models are folders; a name is never looked up
         # A Worker on a CPU never stops by itself: EngineCore waits this long for it, then kills it and tidies up.
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
         # One engine on one host: no look-up of the host's own address, which an offline machine may not have.
@@ -75,8 +76,6 @@ def environment(settings: EngineSettings, log_config: Path) -> tuple[dict[str, s
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
     }
-    if Path(settings.model).is_dir():
-        defaults["HF_HUB_OFFLINE"] = "1"
     if importlib.util.find_spec("flashinfer") is None:
         defaults["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # 0.26 imports it unasked and fails without
     return forced, defaults

@@ -1,4 +1,4 @@
-"""Every import from vLLM's own modules, and what differs between 0.26 (GPU), 0.32 (CPU) and 0.33. Nothing else imports vLLM.
+"""Every import from vLLM, and what differs between 0.26 (GPU), 0.32 (CPU) and 0.33. Nothing else imports vLLM.
 
 `vllm.entrypoints` and `vllm.renderers` are not a stable interface: names move with minor releases. A test imports this
 module. What a version lacks is an attribute that stays at its harmless value here, never a branch elsewhere.
@@ -19,6 +19,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 )
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.exceptions import VLLMNotFoundError, VLLMUnprocessableEntityError, VLLMValidationError
+from vllm.parser import ParserManager
 from vllm.platforms import current_platform
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import SamplingParams
@@ -73,6 +74,15 @@ def engine_args(wanted: dict[str, Any]) -> AsyncEngineArgs:
     return AsyncEngineArgs(**{name: value for name, value in wanted.items() if name in known})
 
 
+def check_parsers(tool_parser: str | None, reasoning_parser: str | None) -> None:
+    """Raises for a name that vLLM does not have: else it would be found out only after the weights are loaded."""
+    ParserManager.get_parser(
+        tool_parser_name=tool_parser,
+        reasoning_parser_name=reasoning_parser,
+        enable_auto_tools=tool_parser is not None,
+    )
+
+
 def is_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
@@ -111,7 +121,7 @@ def reasoning_ended(request: ChatCompletionRequest, parser: Any, prompt: list[in
 
 
 def verify(engine: AsyncLLM, params: SamplingParams) -> None:
-    """The checks that `generate` makes on the event loop, made before and elsewhere. Raises CLIENT_ERRORS, ValueError."""
+    """The checks that `generate` makes on the event loop, before and elsewhere. Raises CLIENT_ERRORS, ValueError."""
     config = engine.vllm_config
     params.verify(
         engine.model_config, config.speculative_config, config.structured_outputs_config, engine.renderer.tokenizer
@@ -153,6 +163,7 @@ __all__ = [
     "OnlineRenderer",
     "SamplingParams",
     "StatLoggerBase",
+    "check_parsers",
     "device",
     "engine_args",
     "is_cpu",

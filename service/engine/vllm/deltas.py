@@ -141,7 +141,7 @@ class Reader:
         return delta
 
     def _measure(self, output: Any) -> None:
-        """Times of the choice that ended; of several the earliest start, the latest end and the fewest cached tokens."""
+        """Times of the choice that ended: of several the earliest start, the latest end, the fewest cached tokens."""
         cached = output.num_cached_tokens or 0
         self._cached = cached if self._cached is None else min(self._cached, cached)
         times = output.metrics

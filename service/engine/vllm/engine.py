@@ -40,7 +40,6 @@ from service.job import Job
 from service.settings import Settings
 
 if TYPE_CHECKING:
-    from service.engine.vllm import compat as compat_module
     from service.engine.vllm.render import Renderer
 
 log = logging.getLogger(__name__)
@@ -49,6 +48,7 @@ PRIORITY_MAX = 2**63 - 1  # beyond 64 bits a priority cannot be sent to EngineCo
 WARM_UP_S = 300.0  # the first logprobs of an engine's life compile for up to 21 s on a CPU
 # Between SIGTERM and SIGKILL for the children of an idle engine, so that they unlink their shared memory.
 CLOSE_GRACE_S = 3.0
+NO_TEMPLATE = "must provide a chat template"  # a base model: it serves plain completions
 ABORT_S = 5.0  # calls into a dying engine may hang for ever
 
 
@@ -72,7 +72,7 @@ class VllmEngine:
         # PR_SET_PDEATHSIG follows the thread that started a child: this one lives as long as the engine (orphans.py).
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._compat: compat_module | None = None
+        self._compat: Any = None  # the module, once it is imported
         self._engine: Any = None
         self._renderer: Renderer | None = None
 
@@ -99,7 +99,7 @@ class VllmEngine:
             self._renderer = Renderer(self._engine, self._settings)
             await asyncio.wait_for(self._warm_up(), WARM_UP_S)
         except Exception as error:
-            message = failures.explain(error, self._child_log(), self._settings)
+            message = failures.explain(error, self._child_log())
             log.debug("engine start failed", exc_info=True)
             await self.close()
             raise StartFailure(message) from error
@@ -110,6 +110,8 @@ class VllmEngine:
 
     def _build(self) -> Any:
         """In the engine's thread: blocks for the whole start."""
+        if not Path(self._settings.model).is_dir():
+            raise FileNotFoundError(f"model folder {self._settings.model!r} does not exist")
         self._folder = tempfile.TemporaryDirectory(prefix="headrace-engine-")
         folder = Path(self._folder.name)
         config = folder / "logging.json"
@@ -124,6 +126,7 @@ class VllmEngine:
 
         self._compat = compat
         flags = arguments.cpu_flags() if compat.is_cpu() else frozenset()
+        compat.check_parsers(self._settings.tool_parser, self._settings.reasoning_parser)
         args = compat.engine_args(arguments.arguments(self._settings, compat.is_cpu(), flags))
         stats = self._stats
         return compat.AsyncLLM.from_engine_args(
@@ -147,8 +150,8 @@ class VllmEngine:
             try:
                 prepared = await self._renderer.prepare(endpoint, body, "warm-up", 1)
             except Refusal as refused:
-                if endpoint == CHAT and "chat template" in refused.message.lower() and "must" not in refused.message:
-                    log.warning("the model has no chat template: %s jobs will be refused", CHAT)
+                if endpoint == CHAT and NO_TEMPLATE in refused.message:
+                    log.warning("the model has no chat template: jobs for %s will be refused", CHAT)
                     continue
                 raise
             async for _ in self._generate(prepared, f"warm-up-{number}", 0):
@@ -156,9 +159,10 @@ class VllmEngine:
 
     def _capacity(self) -> Capacity:
         compat, engine = self._compat, self._engine
-        assert compat is not None
         if not compat.HAS_REQUEST_INTERVAL:
-            log.warning("vLLM %s has one stream_interval for all jobs: %d", compat.VERSION, self._settings.stream_interval)
+            log.warning(
+                "vLLM %s has one stream_interval for all jobs: %d", compat.VERSION, self._settings.stream_interval
+            )
         return Capacity(
             max_model_len=int(engine.model_config.max_model_len),
             max_num_seqs=int(engine.vllm_config.scheduler_config.max_num_seqs),
@@ -227,7 +231,6 @@ class VllmEngine:
     def _translated(self, error: Exception) -> Exception:
         """vLLM's errors → the protocol's."""
         compat = self._compat
-        assert compat is not None
         if self._engine is None or isinstance(error, compat.EngineDeadError) or self._engine.errored:
             return EngineLost("the engine died")
         cause = error.__cause__ if isinstance(error, compat.EngineGenerateError) else error
@@ -237,7 +240,7 @@ class VllmEngine:
             return EngineFault(f"the engine failed this request: {type(cause).__name__}")
         # What cannot be sent to EngineCore (a number beyond 64 bits) is the request's fault as much as what is refused.
         if isinstance(cause, (*compat.CLIENT_ERRORS, ValueError, TypeError, OverflowError)):
-            return refusal(cause)
+            return refusal(cast(Exception, cause))
         log.error("the engine failed a request", exc_info=error)
         return EngineFault(f"the engine failed this request: {type(cause or error).__name__}")
 
@@ -273,7 +276,6 @@ class VllmEngine:
             renderer.close()
         if engine is not None:
             # vLLM leaves the callers of a closed engine waiting for ever: they are told before their engine goes.
-            assert self._compat is not None
             engine.output_processor.propagate_error(self._compat.EngineDeadError())
         elif starting and self._compat is not None:
             await asyncio.to_thread(self._compat.kill_children)  # the build in our thread fails, and ends

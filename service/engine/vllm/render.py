@@ -29,7 +29,7 @@ INLINE_CHARS = 32_768  # a body up to this is validated on the loop in well unde
 STRUCTURED = ("response_format", "structured_outputs", "tools")  # what may bring a grammar to be checked
 # Plain ValueErrors and TypeErrors come from rendering (an image for a text model), TemplateErrors from chat templates
 # that refuse an order of roles.
-CALLERS = (*compat.CLIENT_ERRORS, ValidationError, TemplateError, ValueError, TypeError)
+CALLERS: tuple[type[Exception], ...] = (*compat.CLIENT_ERRORS, ValidationError, TemplateError, ValueError, TypeError)
 
 
 class Renderer:
@@ -85,9 +85,7 @@ class Renderer:
         if wanted is None:
             wanted = request.max_tokens
         heavy = heavy or any(fields.get(name) for name in STRUCTURED)
-        prepared = await self._aside(
-            heavy, partial(self._finish, CHAT, request, engine_input, wanted, interval)
-        )
+        prepared = await self._aside(heavy, partial(self._finish, CHAT, request, engine_input, wanted, interval))
         rendered: Rendered = prepared.request
         rendered.logprobs = (request.top_logprobs or 0) if request.logprobs else None
         rendered.one_call = request.parallel_tool_calls is False
