@@ -84,11 +84,6 @@ class Submitted:
             await self._result.download(None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began)))
         return self._result
 
-    @property
-    def streams(self) -> bool:
-        """Whether the job was asked to send chunks."""
-        return self._stream.streaming
-
     async def events(self, timeout_s: float | None = None) -> AsyncIterator[Event]:
         """Waiting, Started, Chunk and ResultOnly as they come, until the job has completed.
 

@@ -50,7 +50,7 @@ class Rebalance(ConsumerRebalanceListener):
         consumer: Callable[[], AIOKafkaConsumer],
         apply: Callable[[Iterable[Key]], None],
     ) -> None:
-        self.joined = False  # between an assigned and the next revoked callback
+        self.joined = False  # from knowing what is ours of an assignment to the next revoked callback
         self.count = 0  # assignments so far
         self.assignment: frozenset[Key] = frozenset()
         self._settings = settings
@@ -79,7 +79,6 @@ class Rebalance(ConsumerRebalanceListener):
         await self.halt()
         keys = frozenset((tp.topic, tp.partition) for tp in assigned)
         self.assignment = keys
-        self.joined = True
         self.count += 1
         self._let_go(self._book.keys - keys)
         self._taking = asyncio.create_task(self._take_over(keys), name="take-partitions")
@@ -138,6 +137,7 @@ class Rebalance(ConsumerRebalanceListener):
             self._consumer().seek(TopicPartition(*key), self._book.position(key))
         self._apply(kept)
         self._committer.open()
+        self.joined = True
         fresh = keys - kept
         deadline: float | None = None if fresh else since + STATUS_S
         while fresh or self._book.unsettled():

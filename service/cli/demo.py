@@ -130,7 +130,7 @@ async def _show(stack: Stack, console: Console) -> Outcome:
     provider = _tracing(addresses.otlp_endpoint)
     outcome = Outcome()
     run = uuid.uuid4().hex[:6]
-    async with WorkerProcess(stack, name="demo") as worker:
+    async with WorkerProcess("demo", stack.folder / "logs", stack.environment()) as worker:
         with console.status("worker: loading the model into the engine (20 to 60 s) …"):
             await worker.ready(WORKER_START_S)
         console.print(f"[green]✓[/] worker ready: {MODEL} on vLLM, in the worker's own process")

@@ -6,12 +6,12 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import orjson
-
-from infra.stack import Stack
 
 # A worker drains (settings.drain_s, 20 s) and closes its parts; after this it is killed, seconds.
 STOP_S = 60.0
@@ -23,11 +23,12 @@ class WorkerStopped(Exception):
 
 
 class WorkerProcess:
-    """`async with WorkerProcess(stack, name="demo") as worker: await worker.ready(240)`."""
+    """`async with WorkerProcess("demo", logs, stack.environment()) as worker: await worker.ready(240)`."""
 
-    def __init__(self, stack: Stack, name: str, environment: dict[str, str] | None = None) -> None:
-        self._environment = {**os.environ, **stack.environment(), "HEADRACE_WORKER": name, **(environment or {})}
-        self.log = stack.folder / "logs" / f"worker-{name}.log"
+    def __init__(self, name: str, logs: Path, environment: Mapping[str, str]) -> None:
+        self.name = name
+        self._environment = {**os.environ, **environment, "HEADRACE_WORKER": name}
+        self.log = logs / f"worker-{name}.log"
         self.url = ""
         self._process: asyncio.subprocess.Process | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from collections.abc import Mapping
@@ -20,6 +21,10 @@ ENDPOINTS = {"chat": CHAT, "completions": COMPLETIONS, "embeddings": EMBEDDINGS}
 # What a job file may hold beside the fields that options set; `reply` gives the topic and whether to stream.
 JOB_FIELDS = ("run", "input", "deadline", "not_before", "conversation", "metadata", "output")
 
+# Seconds without any event after which the user is told what that may mean.
+SILENCE_S = 10.0
+NO_EVENT = "[no event yet: the job is queued; is a worker running? headrace status]"
+
 
 def register(app: typer.Typer) -> None:
     app.command("submit")(submit)
@@ -34,6 +39,7 @@ def submit(
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Output tokens at most.")] = None,
     endpoint: Annotated[str | None, typer.Option(help="chat, completions, embeddings, or a /v1/… path.")] = None,
     id: Annotated[str | None, typer.Option(help="Job id; the same one twice does not run twice.")] = None,
+    run: Annotated[int | None, typer.Option(min=0, help="One more for each deliberate repetition of a job.")] = None,
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the answer only when it is whole.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
     timeout: Annotated[str, typer.Option(help="Give up waiting after this long; the job goes on.")] = "10m",
@@ -60,6 +66,8 @@ def submit(
         if max_tokens is not None:
             body["max_tokens"] = max_tokens
     job["id"] = id or job.get("id") or new_id()
+    if run is not None:
+        job["run"] = run
     job["tenant"] = tenant or job.get("tenant") or "acme"
     reply = job.pop("reply", {})
     stream = not no_stream and reply.get("stream", True)
@@ -146,22 +154,23 @@ async def _show(job: Submitted, began: float, timeout_s: float, *, as_json: bool
     """Prints the answer while it comes; returns the exit code."""
     first_token_s: float | None = None
     shown = ""
+    silence = asyncio.get_running_loop().call_later(SILENCE_S, typer.echo, NO_EVENT, None, True, True)
     try:
-        if job.streams:
-            async for item in job.events(timeout_s):
-                if isinstance(item, Chunk):
-                    if first_token_s is None:
-                        first_token_s = time.monotonic() - began
-                    if as_json:
-                        continue
-                    if item.first and shown:
-                        typer.echo("\n[the job started over]", err=True)
-                        shown = ""
-                    shown += item.text
-                    sys.stdout.write(item.text)
-                    sys.stdout.flush()
-                elif isinstance(item, ResultOnly) and not as_json:
-                    typer.echo(f"\n[{item.reason}: the rest follows with the result]", err=True)
+        async for item in job.events(timeout_s):
+            silence.cancel()
+            if isinstance(item, Chunk):
+                if first_token_s is None:
+                    first_token_s = time.monotonic() - began
+                if as_json:
+                    continue
+                if item.first and shown:
+                    typer.echo("\n[the job started over]", err=True)
+                    shown = ""
+                shown += item.text
+                sys.stdout.write(item.text)
+                sys.stdout.flush()
+            elif isinstance(item, ResultOnly) and not as_json:
+                typer.echo(f"\n[{item.reason}: the rest follows with the result]", err=True)
         result = await job.result(max(0.0, timeout_s - (time.monotonic() - began)))
     except JobEnded as ended:
         if as_json:
@@ -169,8 +178,10 @@ async def _show(job: Submitted, began: float, timeout_s: float, *, as_json: bool
         else:
             typer.echo(f"{newline(shown)}headrace: {ended}", err=True)
             if isinstance(ended, JobFailed) and ended.retriable:
-                typer.echo(f"it may succeed when sent again: --id {job.id} with run {job.run + 1}", err=True)
+                typer.echo(f"it may succeed when sent again with --id {job.id} --run {job.run + 1}", err=True)
         return session.FAILED
+    finally:
+        silence.cancel()
     if as_json:
         first_ms = None if first_token_s is None else round(first_token_s * 1e3, 1)
         event = {**result.event, "response": result.response, "first_token_ms": first_ms, "trace_id": job.trace_id}

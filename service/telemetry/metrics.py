@@ -54,7 +54,6 @@ PER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.
 DURATION_S = tuple(0.01 * 2**k for k in range(18))  # 0.01, 0.02 … 81.92 … 1310.72
 LAG_S = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 10.0)
 
-STATE_CONNECTED = "connected"  # the one entry of `Pressure.counters` that is a state, not a count
 OTHER = "other"  # the tenant label of everybody who is not on the allow list
 
 
@@ -126,13 +125,12 @@ LEASE = Family(
     "lease_left_seconds", "gauge", "How long jobs may still be ended without a further commit; <= 0: not at all"
 )
 UNACKNOWLEDGED = Family("unacknowledged_bytes", "gauge", "Output not yet acknowledged by broker or store")
-CONNECTED = Family("broker_connected", "gauge", "1 while the delivery process's producer reaches the broker")
 DELIVERY_UP = Family("delivery_up", "gauge", "1 while the delivery process runs")
 RESTARTS = Family("delivery_restarts", "counter", "Delivery processes started after the first")
 
 FED = (
     *(JOBS, COMPLETE, ERRORS, TOKENS, FIRST_TOKEN, ENGINE_FIRST_TOKEN, PER_TOKEN, BACKLOG, QUEUED, DURATION),
-    *(REPLY_BYTES, REPLY_CHUNKS, STORED, DEAD_LETTERS, DELIVERY, LOOP_LAG, UNACKNOWLEDGED, CONNECTED),
+    *(REPLY_BYTES, REPLY_CHUNKS, STORED, DEAD_LETTERS, DELIVERY, LOOP_LAG, UNACKNOWLEDGED),
 )
 READ = (
     *(RUNNING, WAITING, OLDEST, HELD, ENGINE_RUNNING, ENGINE_WAITING, KV_USAGE, STEP_AGE, REBUILDS),
@@ -204,7 +202,6 @@ class Metrics:
         self._delivery = self._counter(DELIVERY)
         self._loop_lag = self._histogram(LOOP_LAG)
         self._unacknowledged = self._gauge(UNACKNOWLEDGED)
-        self._connected = self._gauge(CONNECTED)
         self._series: dict[tuple[str, str, str, str], _Series] = {}
         self._readings = _ReadingsCollector()
         self.registry.register(self._readings)
@@ -258,10 +255,7 @@ class Metrics:
         """The delivery process's report, every 0.5 s."""
         self._unacknowledged.set(pressure.unacknowledged)
         for event, amount in pressure.counters.items():
-            if event == STATE_CONNECTED:
-                self._connected.set(amount)
-            else:
-                self._delivery.labels(event).inc(max(0.0, amount))
+            self._delivery.labels(event).inc(max(0.0, amount))
 
     def loop_lag(self, seconds: float) -> None:
         self._loop_lag.observe(seconds)

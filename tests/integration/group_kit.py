@@ -223,7 +223,7 @@ async def member(options: dict[str, Any]) -> None:
         if worker.consumer.committer.commits != commits:
             commits = worker.consumer.committer.commits
             tell("committed", live=len(worker.live))
-    tell("stopped", stored=await worker.stop())
+    tell("stopped", stored=await worker.stop(), doubled=len(worker.doubled))
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def test_acknowledged_records_dead_letters_and_delivery_counts() -> None:
     metrics.ended(Ended(stream=None, kind="dead", **place))
     metrics.dead_letter("invalid_job")
     metrics.pressure(Pressure(unacknowledged=77, counters={"sent": 3.0}))
-    metrics.pressure(Pressure(unacknowledged=55, counters={"sent": 2.0, "spans_exported": 8.0, "connected": 1.0}))
+    metrics.pressure(Pressure(unacknowledged=55, counters={"sent": 2.0, "spans_exported": 8.0}))
     samples = scrape(metrics)
     assert value(samples, "headrace_jobs_complete_total", outcome="completed") == 1
     assert value(samples, "headrace_jobs_complete_total", outcome="dead") == 1
@@ -102,7 +102,6 @@ def test_acknowledged_records_dead_letters_and_delivery_counts() -> None:
     assert value(samples, "headrace_delivery_events_total", event="sent") == 5
     assert value(samples, "headrace_delivery_events_total", event="spans_exported") == 8
     assert value(samples, "headrace_unacknowledged_bytes") == 55
-    assert value(samples, "headrace_broker_connected") == 1
 
 
 def test_readings_are_shown_as_they_are_at_the_scrape() -> None:

@@ -81,9 +81,8 @@ class Renderer:
         if isinstance(answer, compat.ErrorResponse):
             raise InvalidRequest(clean(_said(answer)))
         (engine_input,) = answer[1]
-        wanted = request.max_completion_tokens
-        if wanted is None:
-            wanted = request.max_tokens
+        asked = vars(request)  # reading the attribute `max_tokens` warns of its deprecation
+        wanted = asked["max_tokens"] if asked["max_completion_tokens"] is None else asked["max_completion_tokens"]
         heavy = heavy or any(fields.get(name) for name in STRUCTURED)
         prepared = await self._aside(heavy, partial(self._finish, CHAT, request, engine_input, wanted, interval))
         rendered: Rendered = prepared.request
