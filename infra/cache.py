@@ -32,7 +32,7 @@ def root() -> Path:
 
 
 class Workshop:
-    """Runs the commands that make artefacts: output to logs, ended with all their children when the run is cancelled."""
+    """Runs the commands that make artefacts: output to logs, ended with their children when the run is cancelled."""
 
     def __init__(self, logs: Path, progress: Progress) -> None:
         self.logs = logs

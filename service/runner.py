@@ -10,7 +10,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Protocol, cast
 
 from schemas.errors import ErrorCode, Expired, Refusal
@@ -55,12 +55,17 @@ class Runner:
         self._scheduler = scheduler
         self._book = book
         self._metrics = metrics
+        self._commit = commit  # stores what the book was told so far
 
     async def run(self, entry: Entry) -> None:
         """Returns when the job's terminal event is handed to delivery, or when it was given back to the scheduler."""
         job, prepared = entry.job, entry.prepared
         assert prepared is not None
         self._book.start(job.ticket)
+        if self._book.careful(job.ticket):  # it may be what killed its last worker: its start is counted first (R11)
+            await self._commit()
+            if not self._book.owns(job.ticket):
+                return
         while True:
             entry.attempt += 1
             stream = self._delivery.open(
@@ -77,6 +82,8 @@ class Runner:
                 return
             except (EngineFault, EngineLost, Overloaded) as fault:
                 lost = isinstance(fault, EngineLost)
+                if lost:
+                    self._book.crashed(job.ticket)
                 if entry.attempt >= MAX_ATTEMPTS:
                     attempt.fail(Refusal(ErrorCode.ENGINE_FAILED, _engine_failed(entry.attempt)), dead=True)
                     return

@@ -12,6 +12,8 @@ Process side (`python -m service.delivery`; never imports the engine):
     core        frames in, records out, in the order of effects that R6 asks for
     attempt     what the core knows of one attempt
     gate        lease and barrier (R5), pure
+    alarms      when a stream's tokens must go out
+    endings     how an attempt ends, step by step (R6)
     replies, lane   one Kafka producer, one queue a partition
     blobs       large outputs
     gather, coalescer, fold, chunks, events, records   pure

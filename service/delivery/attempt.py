@@ -49,6 +49,7 @@ class Attempt:
         "parked",
         "place",
         "ready",
+        "spoiled",
         "stored",
         "terminal",
         "timed",
@@ -76,6 +77,7 @@ class Attempt:
         self.timed = False  # has an entry among the flush timers
         self.announced = False  # `started` has been put
         self.gone = False  # broken, dropped or ended: whatever still comes for it is ignored
+        self.spoiled = False  # its output could not be written: it fails
         self.vanished = False  # its reply topic is gone
         # Its end
         self.end: End | None = None

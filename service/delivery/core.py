@@ -9,14 +9,15 @@ attempt that may not send is parked, and its one buffer grows meanwhile.
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from schemas.errors import ErrorCode
 from service.delivery import endings, events
+from service.delivery.alarms import Alarms
 from service.delivery.attempt import Attempt
 from service.delivery.blobs import Blobs
 from service.delivery.endings import Endings
@@ -32,18 +33,22 @@ from service.frames import (
     Delta,
     Deltas,
     End,
+    Error,
     Frame,
     Head,
     Lease,
     Open,
     Release,
+    Timing,
+    Usage,
     Vanished,
     Waiting,
 )
 from service.settings import Settings
 
+log = logging.getLogger(__name__)
+
 BARRIER_S = 1.0  # what is in flight may take so long; the revoked callback waits for it (R5)
-TICK_S = 0.002  # streams due so soon after a flush tick go along with it
 
 
 class Tracer(endings.Tracer, Protocol):
@@ -72,10 +77,7 @@ class Core:
         self._held: list[Attempt] = []  # parked at the gate
         self._crowded: dict[Lane, list[Attempt]] = {}  # parked until their lane has room
         self._unlocated: dict[str, list[Attempt | Waiting]] = {}  # by reply topic that is being looked up
-        self._timers: list[tuple[float, int, Attempt]] = []
-        self._order = itertools.count()
-        self._tick: asyncio.TimerHandle | None = None
-        self._tick_at = float("inf")
+        self._alarms = Alarms(self._ring)
         self._barrier_timer: asyncio.TimerHandle | None = None
         self._buffered = 0  # bytes in coalescers and uploads
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -135,11 +137,8 @@ class Core:
         self._buffered += buffer.size - before
         if due <= now:
             self._advance(attempt, now)
-        elif not attempt.timed:
-            attempt.timed = True
-            heapq.heappush(self._timers, (due, next(self._order), attempt))
-            if due < self._tick_at:
-                self._arm(due)
+        else:
+            self._alarms.set(attempt, due)
 
     def _end(self, frame: End) -> None:
         attempt = self._attempts.get(frame.stream)
@@ -151,7 +150,10 @@ class Core:
             self._buffered -= attempt.buffer.size
             attempt.last += attempt.buffer.take(time.monotonic())
             attempt.fold.add(attempt.last)
-        self._endings.begin(attempt, frame)
+        try:
+            self._endings.begin(attempt, frame)
+        except Exception:
+            self._spoil(attempt)
 
     def _waiting(self, frame: Waiting) -> None:
         head = frame.head
@@ -221,6 +223,12 @@ class Core:
             lane.users += 1
 
     def _advance(self, attempt: Attempt, now: float) -> None:
+        try:
+            self._send_due(attempt, now)
+        except Exception:
+            self._spoil(attempt)
+
+    def _send_due(self, attempt: Attempt, now: float) -> None:
         """Sends what the attempt has to send, or parks it until it may."""
         if attempt.parked or attempt.gone:
             return
@@ -291,27 +299,35 @@ class Core:
     def buffer(self, size: int) -> None:
         self._buffered += size
 
-    def _arm(self, due: float) -> None:
-        if self._tick is not None:
-            self._tick.cancel()
-        self._tick_at = due
-        delay = max(0.0, due - time.monotonic())
-        self._tick = asyncio.get_running_loop().call_later(delay, self._on_tick)
-
-    def _on_tick(self) -> None:
-        """Streams whose 50 ms are over."""
-        self._tick, self._tick_at = None, float("inf")
-        now = time.monotonic()
-        timers = self._timers
-        while timers and timers[0][0] <= now + TICK_S:
-            attempt = heapq.heappop(timers)[2]
-            attempt.timed = False
-            if attempt.buffer and attempt.end is None:
-                self._advance(attempt, now)
-        if timers:
-            self._arm(timers[0][0])
+    def _ring(self, attempt: Attempt, now: float) -> None:
+        if attempt.buffer and attempt.end is None:
+            self._advance(attempt, now)
 
     # What goes wrong
+
+    def _spoil(self, attempt: Attempt) -> None:
+        """What this attempt was given cannot be written: it fails alone, instead of taking the process with it."""
+        log.exception("output cannot be written job=%s tenant=%s", attempt.head.job_id, attempt.head.tenant)
+        if attempt.spoiled:
+            raise RuntimeError("a failure that cannot be written either")
+        attempt.spoiled = True
+        attempt.last = []
+        attempt.terminal = None
+        attempt.ready = False
+        if attempt.buffer is not None:
+            self._buffered -= attempt.buffer.size
+            attempt.buffer = None
+        end = attempt.end
+        self._endings.begin(
+            attempt,
+            End(
+                stream=attempt.opened.stream,
+                kind="failed",
+                usage=end.usage if end is not None else Usage(prompt=attempt.opened.prompt_tokens),
+                timing=end.timing if end is not None else Timing(attempt.opened.at, ended=time.time()),
+                error=Error(ErrorCode.INTERNAL, "the output cannot be written; the worker's log says why"),
+            ),
+        )
 
     def attempt_broken(self, attempt: Attempt) -> None:
         """R9: this attempt is over, the link opens a new one."""
@@ -374,6 +390,7 @@ class Core:
     def _on_topic(self, topic: str, found: bool) -> None:
         waiting = self._unlocated.pop(topic, [])
         if not found:
+            self._crowded = {lane: crowd for lane, crowd in self._crowded.items() if lane.topic != topic}
             for attempt in list(self._attempts.values()):
                 if attempt.head.reply_topic == topic:
                     self._vanish(attempt, f"reply topic {topic} does not exist, or may not be written")

@@ -93,10 +93,10 @@ class Endings:
         """The worker has ended this attempt; its fold is complete."""
         attempt.end = end
         attempt.kind = end.kind
+        self._conclude(attempt, end)
         if end.dead is not None:
             attempt.waits += 1
             self._bury(end.dead, lambda partition, offset: self._buried(attempt, partition, offset))
-        self._conclude(attempt, end)
         self._if_ready(attempt)
 
     def shrink(self, attempt: Attempt) -> None:

@@ -260,13 +260,19 @@ class Link:
             stream = self._streams.get(frame.stream)
             if stream is not None:
                 self._drop(stream)
-        self._on_ended(frame)
+        try:
+            self._on_ended(frame)
+        except Exception:  # a fault up there is not the delivery process's death
+            log.exception("taking an end in failed place=%s/%d/%d", frame.topic, frame.partition, frame.offset)
 
     def _pressure(self, frame: Pressure) -> None:
         self._reported = frame.unacknowledged
         if frame.counters.pop("connected", 0.0):
             self._connected.set()
-        self._on_pressure(frame)
+        try:
+            self._on_pressure(frame)
+        except Exception:
+            log.exception("taking a report in failed")
 
     def _vanished(self, frame: Vanished) -> None:
         stream = self._streams.get(frame.stream)
@@ -308,13 +314,12 @@ class Link:
         delay = RESTART_FIRST_S
         while not self._stopping:
             born = self._heard_at = time.monotonic()
-            peer = self._peer_of_mode()
+            peer = self._peer = self._peer_of_mode()
             try:
                 await peer.start()
             except OSError as error:
                 log.error("delivery process cannot be spawned: %s", error)
             else:
-                self._peer = peer
                 self._replay()
                 await self._watch(peer)
             self._peer = None

@@ -1,13 +1,16 @@
-"""The real parts that integration tests run against: one stack for the whole run, on free ports, stopped again at the end."""
+"""The real parts that integration tests run against: one stack for the whole run, on free ports, stopped at the end."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
+from infra.progress import Quiet
+from infra.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -21,17 +24,33 @@ class TestStack:
     otlp_endpoint: str
     zipkin: str
     model: Path
+    # The HEADRACE_… variables for a worker or a command in a process of its own; empty for a given stack.
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @pytest.fixture(scope="session")
-def stack() -> Iterator[TestStack]:
-    bootstrap = os.environ.get("HEADRACE_TEST_BOOTSTRAP")
-    if not bootstrap:
-        pytest.skip("no stack")
-    yield TestStack(
-        bootstrap=bootstrap,
-        store_endpoint=os.environ.get("HEADRACE_TEST_STORE", ""),
-        otlp_endpoint=os.environ.get("HEADRACE_TEST_OTLP", ""),
-        zipkin=os.environ.get("HEADRACE_TEST_ZIPKIN", ""),
-        model=Path(os.environ.get("HEADRACE_TEST_MODEL", "")),
-    )
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestStack]:
+    """A stack in a temporary folder; with HEADRACE_TEST_BOOTSTRAP (…_STORE, _OTLP, _ZIPKIN, _MODEL) a given one."""
+    if bootstrap := os.environ.get("HEADRACE_TEST_BOOTSTRAP"):
+        yield TestStack(
+            bootstrap=bootstrap,
+            store_endpoint=os.environ.get("HEADRACE_TEST_STORE", ""),
+            otlp_endpoint=os.environ.get("HEADRACE_TEST_OTLP", ""),
+            zipkin=os.environ.get("HEADRACE_TEST_ZIPKIN", ""),
+            model=Path(os.environ.get("HEADRACE_TEST_MODEL", "")),
+        )
+        return
+    own = Stack(tmp_path_factory.mktemp("stack"), partitions=6, show=Quiet())
+    try:
+        at = own.up()
+        assert at.model is not None, own.notes
+        yield TestStack(
+            bootstrap=at.bootstrap,
+            store_endpoint=at.store_endpoint,
+            otlp_endpoint=at.otlp_endpoint,
+            zipkin=at.zipkin,
+            model=at.model,
+            environment=own.environment(),
+        )
+    finally:
+        own.down()

@@ -39,11 +39,11 @@ async def create_topics(bootstrap: str, *names: str, partitions: int = PARTITION
         await admin.close()
 
 
-async def delete_topic(bootstrap: str, name: str) -> None:
+async def delete_topics(bootstrap: str, *names: str) -> None:
     admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
     await admin.start()
     try:
-        await admin.delete_topics([name])
+        await admin.delete_topics(list(names))
     finally:
         await admin.close()
 
@@ -70,8 +70,10 @@ class Log:
         for topic in self._topics:
             count = 0
             while not count:
-                await self._consumer._client.add_topic(topic)
+                self._consumer._client.add_topic(topic)
+                await self._consumer._client.force_metadata_update()
                 count = len(self._consumer.partitions_for_topic(topic) or ())
+                await asyncio.sleep(0.01)
             places += [TopicPartition(topic, number) for number in range(count)]
         self._consumer.assign(places)
         await self._consumer.seek_to_end(*places)
@@ -115,8 +117,10 @@ class Log:
 class Room:
     """A link with a pool and topics of its own."""
 
-    def __init__(self, bootstrap: str, store: str, state: Path, mode: str = "process", **delivery: Any) -> None:
-        self.name = f"delivery-{uuid.uuid4().hex[:8]}"
+    def __init__(
+        self, bootstrap: str, store: str, state: Path, mode: str = "process", name: str = "", **delivery: Any
+    ) -> None:
+        self.name = name or f"delivery-{uuid.uuid4().hex[:8]}"
         self.bootstrap = bootstrap
         self.replies = f"{self.name}.replies"
         self.jobs = f"inference.{self.name}.jobs.standard"
@@ -149,6 +153,7 @@ class Room:
                 yield log
             finally:
                 await self.link.stop(5.0)
+        await delete_topics(self.bootstrap, self.replies, self.status)
 
     def head(self, **changes: Any) -> Head:
         self._offsets += 1

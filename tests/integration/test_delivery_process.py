@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -16,12 +17,12 @@ import pytest
 from schemas.names import COMPLETIONS, DEAD_LETTERS, H_ORIGIN, H_REASON, USAGE
 from schemas.records import StatusRecord, UsageRecord
 from service.delivery.link import Link
-from service.delivery.lock import NameTaken
+from service.delivery.lock import NameLock, NameTaken
 from service.frames import Delta, Error, Timing, Usage
 from service.job import Place, Ticket
 from service.store import BlobMissing, DigestMismatch, Store, StoreUnavailable
 from tests.integration.conftest import TestStack
-from tests.integration.delivery_kit import Room, create_topics, delete_topic, numbering, text_of, until
+from tests.integration.delivery_kit import Log, Room, create_topics, delete_topics, numbering, text_of, until
 
 WORDS = ["سلام ", "دنیا ", "👩‍👩‍👧 ", "é ", "漢", "字 "] * 20
 
@@ -289,7 +290,7 @@ async def test_a_reply_topic_deleted_under_a_stream_ends_it_and_nothing_else(sta
         stream, other = room.stream(reply_topic=doomed), room.stream()
         stream.send([Delta(0, "a", 1)])
         await until(lambda: room.link.unacknowledged == 0 and len(room.pressures) > 2, "acknowledgement")
-        await delete_topic(stack.bootstrap, doomed)
+        await delete_topics(stack.bootstrap, doomed)
         begin = time.monotonic()
         process = psutil.Process(room.link.pid)
         before = process.cpu_times()
@@ -385,6 +386,58 @@ async def test_a_stop_flushes_what_is_complete_and_leaves_no_process(stack: Test
         assert [e.offset for e in room.ended] == [complete.head.offset]
         await until(lambda: log.terminals(complete.head.job_id), "the terminal")
         assert not log.terminals(unfinished.head.job_id)
+
+
+WORKER = """
+import asyncio, sys, time
+from pathlib import Path
+from service.frames import Delta
+from tests.integration.delivery_kit import Room
+
+async def main(bootstrap, store, state, name):
+    room = Room(bootstrap, store, Path(state), name=name)
+    await room.link.start()
+    room.link.lease(time.monotonic() + 60)
+    complete, unfinished = room.stream(), room.stream()
+    for stream in (complete, unfinished):
+        stream.send([Delta(0, "x", 1)])
+    await asyncio.sleep(0.5)
+    room.end(complete, tokens=1)
+    room.link._handover.flush()
+    print(room.link.pid, complete.head.job_id, unfinished.head.job_id, flush=True)
+    time.sleep(60)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def test_a_killed_worker_leaves_no_process_and_its_complete_streams_go_out(
+    stack: TestStack, tmp_path: Path
+) -> None:
+    room = room_of(stack, tmp_path)
+    await room.topics()
+    async with Log(stack.bootstrap, room.replies, room.status) as log:
+        worker = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", WORKER, stack.bootstrap, stack.store_endpoint, str(tmp_path), room.name,
+            stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        assert worker.stdout is not None
+        line = await asyncio.wait_for(worker.stdout.readline(), 60)
+        pid, complete, unfinished = line.decode().split()
+        worker.kill()
+        await worker.wait()
+        await until(lambda: not alive(int(pid)), "the delivery process's end", 10)
+        await until(lambda: log.terminals(complete) and log.of(room.status), "the complete one")
+        assert not log.terminals(unfinished)
+        numbering(log.events(unfinished))
+        lock = NameLock(room.settings.state_dir, room.name)
+        await lock.acquire(1.0)  # a new worker of this name may start
+        lock.release()
+    await delete_topics(stack.bootstrap, room.replies, room.status)
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 async def test_a_stop_without_a_broker_does_not_hang(tmp_path: Path) -> None:

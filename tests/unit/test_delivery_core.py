@@ -411,3 +411,20 @@ async def test_the_end_of_the_worker_drops_what_is_unfinished(desk: Desk) -> Non
     await desk.until(lambda: desk.core.unsettled == 0)
     assert [e.stream for e in desk.got(Ended)] == [1]
     assert desk.core.unacknowledged == 0
+
+
+async def test_output_that_cannot_be_written_fails_its_job_alone(desk: Desk) -> None:
+    desk.open(1)
+    desk.open(2)
+    desk.core.receive([Deltas(1, [Delta(0, "x", 1, logprobs={"content": [{"logprob": 1 << 70}]})])])
+    desk.send(2, "x")
+    desk.end(2)
+    await desk.until(lambda: len(desk.got(Ended)) == 2)
+    assert [e["type"] for e in desk.events(1)] == ["started", "failed"]
+    assert [e["type"] for e in desk.events(2)] == ["started", "chunk", "completed"]
+    desk.open(3, stream=False)
+    desk.core.receive([Deltas(3, [Delta(0, "x", 1, logprobs={"content": [{"logprob": 1 << 70}]})])])
+    desk.end(3)
+    await desk.until(lambda: len(desk.got(Ended)) == 3)
+    assert [e["type"] for e in desk.events(3)] == ["started", "failed"]
+    assert desk.core.unacknowledged == 0

@@ -96,7 +96,11 @@ FINISHED = Finished(Usage(prompt=3, completion=3, cached=0), scheduled=1.0, firs
 def build(*scripts: list[Any]) -> tuple[Runner, Delivery, Scheduler, Engine]:
     settings = Settings()
     delivery, scheduler, engine = Delivery(), Scheduler(), Engine(*scripts)
-    runner = Runner(engine, delivery, scheduler, Book.of(settings), Metrics(settings))  # type: ignore[arg-type]
+
+    async def commit() -> bool:
+        return True
+
+    runner = Runner(engine, delivery, scheduler, Book.of(settings), Metrics(settings), commit)  # type: ignore[arg-type]
     return runner, delivery, scheduler, engine
 
 

@@ -18,6 +18,7 @@ _PATH = re.compile(r"(?:/[\w.@+-]+){2,}/?")
 _QUOTED = re.compile(r"'([^']*)'|\"([^\"]*)\"|`([^`]*)`")
 _CONTEXT = re.compile(r"maximum (?:context|model) length|longer than the maximum|max_model_len", re.IGNORECASE)
 _CONTEXT_PARAMETERS = frozenset({"input_tokens", "input_text"})
+_ADVICE = re.compile(r"\s*To (?:increase|allow|raise)[^.]*\bVLLM_\w+[^.]*\.?")
 _FLAGS = re.compile(r"\s*\(?--[a-z][\w-]+(?:[= ]\S+)?\)?")
 
 
@@ -38,7 +39,7 @@ def clean(message: str) -> str:
     """One line without paths, long quotations and server flags, at most MAX_MESSAGE characters."""
     line = " ".join(message.split())
     line = _PATH.sub("…", line)
-    line = _FLAGS.sub("", line)
+    line = _FLAGS.sub("", _ADVICE.sub("", line))
     line = _QUOTED.sub(_shorten, line)
     return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 1] + "…"
 

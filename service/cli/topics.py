@@ -1,0 +1,87 @@
+"""`headrace topics apply|check`. Exit codes: 0 as they must be, 1 not, 2 wrong usage, 3 Kafka not reachable."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import asdict
+from typing import Annotated, Any, TypeVar
+
+import orjson
+import typer
+
+from service import topics
+from service.cli import session
+from service.settings import Settings
+
+T = TypeVar("T")
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+Bootstrap = Annotated[str | None, typer.Option(help="Kafka address; the local stack's by default.")]
+Pool = Annotated[str | None, typer.Option(help="The pool whose topics are meant.")]
+Partitions = Annotated[int | None, typer.Option(min=1, max=1000, help="Partitions of the pool's own topics.")]
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(help="The topics of a pool: make them, or say what is wrong with them.", no_args_is_help=True)
+    group.command("apply")(apply)
+    group.command("check")(check)
+    app.add_typer(group, name="topics")
+
+
+def apply(bootstrap: Bootstrap = None, pool: Pool = None, partitions: Partitions = None, json: Json = False) -> None:
+    """Creates missing topics and sets what differs. Never changes a partition count, never deletes."""
+    done = _run(topics.apply(_settings(bootstrap, pool, partitions)))
+    good = not done.findings
+    if json:
+        _print({"ok": good, **asdict(done)})
+    else:
+        for name in done.created:
+            typer.echo(f"created  {name}")
+        for name in done.changed:
+            typer.echo(f"changed  {name}")
+        if good and not done.created and not done.changed:
+            typer.echo("nothing to do: all topics are as they must be")
+        _report(done.findings)
+    raise typer.Exit(0 if good else 1)
+
+
+def check(bootstrap: Bootstrap = None, pool: Pool = None, partitions: Partitions = None, json: Json = False) -> None:
+    """Says what a worker would refuse to start with; changes nothing."""
+    findings = _run(topics.check(_settings(bootstrap, pool, partitions)))
+    if json:
+        _print({"ok": not findings, "findings": [asdict(finding) for finding in findings]})
+    elif findings:
+        _report(findings)
+    else:
+        typer.echo("all topics are as they must be")
+    raise typer.Exit(1 if findings else 0)
+
+
+def _settings(bootstrap: str | None, pool: str | None, partitions: int | None) -> Settings:
+    found = session.settings(bootstrap, pool)
+    if partitions is not None:
+        found.partitions = partitions
+    return found
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # the command says it in one line
+    try:
+        return asyncio.run(work)
+    except topics.BrokerUnreachable as error:
+        typer.echo(f"headrace: {error}", err=True)
+        raise typer.Exit(session.UNREACHABLE) from None
+    except topics.TopicsRefused as error:
+        _report(error.findings)
+        raise typer.Exit(1) from None
+
+
+def _report(findings: list[topics.Finding]) -> None:
+    for finding in findings:
+        typer.echo(f"headrace: {finding}", err=True)
+
+
+def _print(document: dict[str, Any]) -> None:
+    typer.echo(orjson.dumps(document).decode())
