@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from consumers.jobs import JobsConsumer
-
 from service import topics
 from service.delivery.link import Link
 from service.engine import build as build_engine

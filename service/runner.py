@@ -49,7 +49,15 @@ class Delivery(Protocol):
 class Runner:
     """Given to the scheduler as its exit `run`."""
 
-    def __init__(self, engine: Engine, delivery: Delivery, scheduler: Scheduler, book: Book, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        delivery: Delivery,
+        scheduler: Scheduler,
+        book: Book,
+        metrics: Metrics,
+        commit: Callable[[], Awaitable[bool]],
+    ) -> None:
         self._engine = engine
         self._delivery = delivery
         self._scheduler = scheduler
