@@ -125,6 +125,7 @@ class Process:
         stopped = False
         if identity is not None:
             stopped = end(identity.members, identity.pid, grace_s)
+            _reap(identity.pid)
         self._file.unlink(missing_ok=True)
         return stopped
 
@@ -162,6 +163,7 @@ def end(members: Callable[[], list[int]], group: int | None, grace_s: float) -> 
         return False
     for number, patience in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
         _signal(now, group, number)
+        _signal(now, group, signal.SIGCONT)  # a stopped process does not see SIGTERM before it goes on
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             if not (now := members()):

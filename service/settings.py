@@ -1,4 +1,4 @@
-"""All settings of the worker, from `HEADRACE_…` environment variables (nested by `__`). One place, each with unit and reason."""
+"""All settings of the worker, from `HEADRACE_…` variables (nested by `__`); each with its unit and reason."""
 
 from __future__ import annotations
 

@@ -1,13 +1,18 @@
-"""Fixtures for tests that run whole workers."""
+"""What holds for every test, and the fixtures of tests that run whole workers."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
 import pytest
+from hypothesis import settings
 
 from tests.integration.conftest import TestStack
 from tests.integration.worker_kit import Fleet
+
+# No test depends on the speed of the machine.
+settings.register_profile("headrace", deadline=None)
+settings.load_profile("headrace")
 
 
 @pytest.fixture(scope="session")

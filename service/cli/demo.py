@@ -164,7 +164,7 @@ async def _streams(client: Client, outcome: Outcome, console: Console, run: str)
                 "messages": [{"role": "user", "content": prompt}],
                 "max_tokens": STREAM_TOKENS,
                 "temperature": 0.7,
-                "seed": 7,
+                "seed": TENANTS.index(tenant),
             }
             published = time.monotonic()
             tier = "interactive" if number == 0 else "standard"
@@ -239,7 +239,7 @@ async def _large(client: Client, outcome: Outcome, console: Console, run: str, j
         console.print(f"[red]✗[/] {problem}")
         return
     outcome.blob = {"key": reference.key, "size": reference.size, "sha256": reference.sha256, "verified": True}
-    console.print(f"[green]✓[/] stored  {reference.bucket}/{reference.key}")
+    console.print(f"[green]✓[/] stored  {reference.bucket}/{reference.key}", soft_wrap=True)
     console.print(f"[green]✓[/] fetched {reference.size:,} bytes, sha256 {reference.sha256[:16]}… as the event states")
     _done(outcome, job, result)
 
@@ -289,7 +289,7 @@ async def _trace(zipkin: str, jobs: list[Submitted], outcome: Outcome, console: 
         return
     console.print(traces.draw(spans))
     outcome.trace = {"id": traced.trace_id, "spans": [span["name"] for span in spans]}
-    console.print(f"viewer: {zipkin}/zipkin/traces/{traced.trace_id}  (while the stack is up: `headrace up`)")
+    console.print(f"viewer: {zipkin}/zipkin/traces/{traced.trace_id}", soft_wrap=True)
 
 
 def _tracing(otlp: str) -> TracerProvider | None:
@@ -314,5 +314,9 @@ def _summary(console: Console, outcome: Outcome, stack: Stack) -> None:
     console.print(table)
     console.print(
         f"lost {outcome.lost} · duplicated {outcome.duplicated} · first token p50 {line['first_token_ms_p50']} ms"
-        f" · {line['tokens_per_s']} tokens/s · cached {outcome.cached}"
+        f" · {line['tokens_per_s']} tokens/s",
+        soft_wrap=True,
     )
+    if not stack.addresses.zipkin:
+        for note in stack.notes:
+            console.print(f"[yellow]–[/] {note}", soft_wrap=True)

@@ -266,7 +266,7 @@ class Replies:
             elif topic in self._service_topics:
                 if topic not in self._missed:
                     self._missed.add(topic)
-                    log.error("topic missing topic=%s: `headrace topics apply` creates it", topic)
+                    log.error("service topic is missing, run `headrace topics apply` topic=%s", topic)
             elif time.monotonic() - since >= METADATA_WAIT_S:
                 self._vanish(topic)
 

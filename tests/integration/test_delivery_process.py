@@ -325,6 +325,8 @@ async def test_refusals_waiting_and_dead_letters(stack: TestStack, tmp_path: Pat
         await until(lambda: len(room.ended) == 3, "the ends")
         await until(lambda: len(log.of(room.status)) == 3, "the status records")
         await until(lambda: len(log.events(head.job_id)) == 2, "the events")
+        statuses = [StatusRecord.model_validate_json(r.value) for r in log.of(room.status)]
+        assert sorted(s.kind for s in statuses) == ["dead", "expired", "failed"]
         waiting, failed = log.events(head.job_id)
         assert (waiting["type"], waiting["reason"]) == ("waiting", "quota")
         assert (failed["type"], failed["seq"], failed["error"]["code"]) == ("failed", 0, "invalid_request")
@@ -462,8 +464,10 @@ async def test_two_workers_of_one_name_do_not_deliver_side_by_side(
         second = Link(room.settings, room.ended.append, room.pressures.append)
         with pytest.raises(NameTaken, match="HEADRACE_WORKER"):
             await second.start()
+    await room.topics()
     await second.start()
     await second.stop(5.0)
+    await delete_topics(stack.bootstrap, room.replies, room.status)
 
 
 def text_of_terminal(event: dict[str, object]) -> str:

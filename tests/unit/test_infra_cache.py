@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from pathlib import Path
@@ -185,9 +184,9 @@ def test_plain_progress_says_what_how_long_and_what_failed(capsys: pytest.Captur
 def test_the_state_survives_and_a_broken_file_counts_as_none(tmp_path: Path) -> None:
     State(ports={"kafka": 1}, pool="p", partitions=48).write(tmp_path)
     assert State.read(tmp_path) == State(ports={"kafka": 1}, pool="p", partitions=48)
-    before = os.stat(tmp_path / "stack.json").st_mtime_ns
+    before = (tmp_path / "stack.json").stat().st_mtime_ns
     State.read(tmp_path).write(tmp_path)
-    assert os.stat(tmp_path / "stack.json").st_mtime_ns == before
+    assert (tmp_path / "stack.json").stat().st_mtime_ns == before
     for broken in ("", "[]", "{"):
         (tmp_path / "stack.json").write_text(broken)
         assert State.read(tmp_path) == State()
