@@ -17,22 +17,58 @@ import orjson
 
 from load.overhead import Round
 from load.scenario import Planned, Scenario, plan
+from schemas.names import CHAT, COMPLETIONS
 from service.engine.vllm.engine import VllmEngine
+from service.frames import Head
+from service.job import Job, Place, Record, Ticket
 from service.settings import Settings
+
+TENANT = "acme"
 
 
 def planned(scenario: Scenario, model: str) -> list[Planned]:
     return [job for part in plan(scenario, "bare", model) for job in part]
 
 
-async def stream(engine: VllmEngine, jobs: Sequence[Planned], tenant_salt: str, in_flight: int) -> Round:
+def as_job(planned: Planned) -> Job:
+    """What the service's intake would make of it, as far as rendering looks."""
+    place = Place("inference.bench.jobs.standard", 0, 0)
+    head = Head(
+        topic=place.topic,
+        partition=place.partition,
+        offset=place.offset,
+        epoch=0,
+        origin=str(place),
+        job_id=planned.id,
+        run=0,
+        tenant=TENANT,
+        tier="standard",
+        endpoint=CHAT if "messages" in planned.body else COMPLETIONS,
+        model=planned.body["model"],
+        reply_topic="",
+        reply_partition=None,
+        stream=True,
+        progress=False,
+        inline_max_bytes=0,
+        store="never",
+        ttl_days=None,
+        metadata=None,
+        digest="",
+        trace={},
+        broker_time=0.0,
+    )
+    record = Record(place, None, b"", (), 0)
+    return Job(ticket=Ticket(place, 0), record=record, head=head, body=planned.body, received=time.time())
+
+
+async def stream(engine: VllmEngine, jobs: Sequence[Planned], in_flight: int) -> Round:
     """One round of `AsyncLLM`: same rendering, arguments, number in flight; tokens only counted."""
     core: Any = engine.async_llm
     slots = asyncio.Semaphore(in_flight)
 
     async def one(number: int, job: Planned) -> int:
         async with slots:
-            prepared = await engine.render(job.body, tenant_salt)
+            prepared = await engine.prepare(as_job(job))
             tokens = 0
             async for output in core.generate(
                 prepared.request.input, prepared.request.params, f"bare-{time.time_ns()}"
@@ -45,14 +81,14 @@ async def stream(engine: VllmEngine, jobs: Sequence[Planned], tenant_salt: str, 
     return Round("A", tokens, time.perf_counter() - began, time.process_time() - cpu)
 
 
-async def first_tokens(engine: VllmEngine, jobs: Sequence[Planned], tenant_salt: str) -> list[float]:
+async def first_tokens(engine: VllmEngine, jobs: Sequence[Planned]) -> list[float]:
     """Seconds from request to first output, one request in flight; rendering included."""
     core: Any = engine.async_llm
     delays = []
     for job in jobs:
         began = time.perf_counter()
         first = None
-        prepared = await engine.render(job.body, tenant_salt)
+        prepared = await engine.prepare(as_job(job))
         async for _ in core.generate(prepared.request.input, prepared.request.params, f"bare-{time.time_ns()}"):
             if first is None:
                 first = time.perf_counter() - began

@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, cast
 
 import orjson
 import psutil
@@ -23,10 +23,10 @@ from load.generator import scaled
 from load.overhead import Round
 from load.scenario import Scenario
 from service.app import Worker
+from service.engine.vllm.engine import VllmEngine
 from service.settings import Settings
 
 THRESHOLD = 0.95
-TENANT = "acme"
 # Seconds: a generator's connection, one round, and one round of LLM.generate with its engine's start.
 READY_S, ROUND_S, LLM_S = 30.0, 180.0, 300.0
 FIRST_TOKEN_JOBS = 100
@@ -97,24 +97,23 @@ async def run(settings: Settings, *, pairs: int, jobs: int, output_tokens: int, 
     offline = await _llm_generate(scenario)
     say("AsyncLLM and the service: starting the worker …")
     async with _worker(settings) as worker:
-        engine = worker.engine.current
-        salt = worker.tenants.salt(TENANT)
+        engine = cast(VllmEngine, worker.engine.current)
         in_flight = int(settings.engine.max_num_seqs * settings.engine.overfill)
         planned = bare.planned(scenario, model)
         options = ["--jobs", str(jobs), "--output-tokens", str(output_tokens)]
         async with Load("engine-overhead", options, settings.kafka.bootstrap, model) as load:
             say("warm-up …")
-            await bare.stream(engine, planned, salt, in_flight)
+            await bare.stream(engine, planned, in_flight)
             await load.round()
             rounds = []
             for number, side in enumerate(overhead.order(pairs)):
-                one = await (bare.stream(engine, planned, salt, in_flight) if side == "A" else _service(worker, load))
+                one = await (bare.stream(engine, planned, in_flight) if side == "A" else _service(worker, load))
                 rounds.append(one)
                 name = "bare   " if side == "A" else "service"
                 say(f"round {number + 1:>2} {name} {one.tokens_per_s:8.1f} tokens/s in {one.wall_s:.1f} s")
         first = scaled(Scenario.load("first-token"), jobs=FIRST_TOKEN_JOBS)
         say(f"first token, one job in flight, {FIRST_TOKEN_JOBS} jobs …")
-        bare_first = await bare.first_tokens(engine, bare.planned(first, model), salt)
+        bare_first = await bare.first_tokens(engine, bare.planned(first, model))
         async with Load("first-token", ["--jobs", str(FIRST_TOKEN_JOBS)], settings.kafka.bootstrap, model) as load:
             service_first = (await load.round())["first_token_ms"]["p50"]
         trips = await echo.measure(settings.kafka.bootstrap, ECHO_TRIPS)

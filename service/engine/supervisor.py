@@ -74,6 +74,11 @@ class Supervisor:
         return self._state
 
     @property
+    def current(self) -> Engine:
+        """The engine in use; benchmarks run it bare."""
+        return self._engine
+
+    @property
     def capacity(self) -> Capacity:
         """As the engine in use reported it; a rebuilt one may have another."""
         if self._capacity is None:

@@ -71,6 +71,7 @@ class VllmEngine:
         self._lost = False  # an output said so before vLLM noticed
         # PR_SET_PDEATHSIG follows the thread that started a child: this one lives as long as the engine (orphans.py).
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._building: asyncio.Future[None] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._compat: Any = None  # the module, once it is imported
         self._engine: Any = None
@@ -93,7 +94,8 @@ class VllmEngine:
     async def start(self) -> Capacity:
         loop = asyncio.get_running_loop()
         try:
-            self._engine = await loop.run_in_executor(self._thread, self._build)
+            self._building = loop.run_in_executor(self._thread, self._build)
+            await asyncio.shield(self._building)
             from service.engine.vllm.render import Renderer
 
             self._renderer = Renderer(self._engine, self._settings)
@@ -108,8 +110,11 @@ class VllmEngine:
         self._state = EngineState.READY
         return self._capacity()
 
-    def _build(self) -> Any:
-        """In the engine's thread: blocks for the whole start."""
+    def _build(self) -> None:
+        """In the engine's thread: blocks for the whole start.
+
+        Returns nothing: something below keeps this call's frames, and what they return, until the process ends.
+        """
         if not Path(self._settings.model).is_dir():
             raise FileNotFoundError(f"model folder {self._settings.model!r} does not exist")
         self._folder = tempfile.TemporaryDirectory(prefix="headrace-engine-")
@@ -129,7 +134,7 @@ class VllmEngine:
         compat.check_parsers(self._settings.tool_parser, self._settings.reasoning_parser)
         args = compat.engine_args(arguments.arguments(self._settings, compat.is_cpu(), flags))
         stats = self._stats
-        return compat.AsyncLLM.from_engine_args(
+        self._engine = compat.AsyncLLM.from_engine_args(
             args, stat_loggers=[lambda vllm_config, engine_index=0: StepRecorder(stats)]
         )
 
@@ -171,6 +176,11 @@ class VllmEngine:
             model=self._settings.served_name,
             version=f"vllm {compat.VERSION} {compat.device()}",
         )
+
+    @property
+    def async_llm(self) -> Any:
+        """vLLM's own engine, for benchmarks that run it bare; None before the start and after the end."""
+        return self._engine
 
     # ------------------------------------------------------------------ jobs
 
@@ -265,11 +275,11 @@ class VllmEngine:
 
     async def close(self, drain_s: float = 0.0) -> None:
         healthy = self.state is EngineState.READY
-        starting = self._state is EngineState.STARTING and self._engine is None
         if healthy and drain_s > 0:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), drain_s)
         self._state = EngineState.CLOSED
+        await self._stop_building()
         engine, self._engine = self._engine, None
         renderer, self._renderer = self._renderer, None
         if renderer is not None:
@@ -277,19 +287,23 @@ class VllmEngine:
         if engine is not None:
             # vLLM leaves the callers of a closed engine waiting for ever: they are told before their engine goes.
             engine.output_processor.propagate_error(self._compat.EngineDeadError())
-        elif starting and self._compat is not None:
-            await asyncio.to_thread(self._compat.kill_children)  # the build in our thread fails, and ends
-        thread = self._thread
-        if engine is not None:
             grace = CLOSE_GRACE_S if healthy else 0.0
-            await asyncio.get_running_loop().run_in_executor(thread, engine.shutdown, grace)
-        thread.shutdown(wait=False)
+            await asyncio.get_running_loop().run_in_executor(self._thread, engine.shutdown, grace)
+        self._thread.shutdown(wait=False)
         folder, self._folder = self._folder, None
         if folder is not None:
             folder.cleanup()
         del engine, renderer
         gc.unfreeze()
         gc.collect()  # vLLM's objects are one large cycle: tens of MiB for each rebuild
+
+    async def _stop_building(self) -> None:
+        """A start that is under way fails when its processes die; imports cannot be stopped, only waited for."""
+        building = self._building
+        while building is not None and not building.done():
+            if self._compat is not None:
+                await asyncio.to_thread(self._compat.kill_children)
+            await asyncio.wait({building}, timeout=0.5)
 
     def _child_log(self) -> str:
         if self._folder is None:
