@@ -93,6 +93,7 @@ class Artefact:
     what: str  # shown while it is made, with what to expect: "downloading … (once, 43 MB)"
     inputs: tuple[str, ...]  # all that decides its content
     make: Callable[[Path, Workshop], None]  # fills an empty folder; raises StackError
+    needs: Callable[[], object] = lambda: None  # raises Missing for a tool that is not installed
 
     @property
     def folder(self) -> Path:
@@ -108,6 +109,7 @@ class Artefact:
         """Its folder, made now if it is not there. Raises StackError."""
         if self.ready:
             return self.folder
+        self.needs()
         lock = root() / "locks" / self.name
         with locked(lock, wait_s=WAIT_S, waiting=self._waiting(workshop), cancelled=workshop.cancelled):
             if self.ready:  # by the run that we waited for

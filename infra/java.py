@@ -41,16 +41,21 @@ def find() -> Path:
     )
 
 
+def maven() -> str:
+    """The `mvn` to run. Raises Missing."""
+    found = shutil.which("mvn")
+    if found is None:
+        raise Missing("Maven, which fetches jars, is not installed", remedy=MAVEN_REMEDY)
+    return found
+
+
 def fetch_jars(name: str, pom: Path, into: Path, workshop: Workshop) -> None:
     """Copies all jars that `pom` names, with what they depend on. Raises Missing, BuildFailed."""
-    maven = shutil.which("mvn")
-    if maven is None:
-        raise Missing(f"Maven, which fetches {name}, is not installed", remedy=MAVEN_REMEDY)
     # Two Mavens must not write to one local repository at the same time.
     with locked(root() / "locks" / "maven", wait_s=900, cancelled=workshop.cancelled):
         workshop.run(
             name,
-            [maven, "-B", "-ntp", "-f", str(pom), f"{PLUGIN}:copy-dependencies", f"-DoutputDirectory={into}"],
+            [maven(), "-B", "-ntp", "-f", str(pom), f"{PLUGIN}:copy-dependencies", f"-DoutputDirectory={into}"],
             remedy="check the connection to your Maven repository, then run the same command again",
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 import os
 import subprocess
 import uuid
@@ -27,7 +28,7 @@ def _fetch(folder: Path, workshop: Workshop) -> None:
     java.fetch_jars("kafka", POM, folder, workshop)
 
 
-JARS = Artefact("kafka", f"downloading Apache Kafka {VERSION} (once, 45 MB)", (POM.read_text(),), _fetch)
+JARS = Artefact("kafka", f"downloading Apache Kafka {VERSION} (once, 45 MB)", (POM.read_text(),), _fetch, java.maven)
 
 
 class Kafka:
@@ -94,6 +95,9 @@ async def _ask(bootstrap: str) -> None:
     from aiokafka.errors import KafkaError
 
     client = AIOKafkaAdminClient(bootstrap_servers=bootstrap, request_timeout_ms=5000)
+    log = logging.getLogger("aiokafka")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # that a broker is not there yet is what we ask
     try:
         await client.start()
         cluster = await client.describe_cluster()
@@ -101,5 +105,6 @@ async def _ask(bootstrap: str) -> None:
         raise NotReady(f"it does not answer metadata ({type(error).__name__})") from error
     finally:
         await client.close()
+        log.setLevel(level)
     if not cluster["brokers"]:
         raise NotReady("no broker has registered with the controller yet")

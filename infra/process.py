@@ -37,11 +37,14 @@ class Stat:
 
     state: str
     group: int
+    threads: int
     started: int
 
     @property
     def running(self) -> bool:
-        return self.state not in "ZX"  # a zombie has ended, its parent has not asked yet
+        # A zombie has ended and its parent has not asked yet; but its first thread alone may have ended, while others,
+        # on their way out, still hold its ports.
+        return self.state not in "ZX" or self.threads > 1
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,6 @@ class Process:
         stopped = False
         if identity is not None:
             stopped = end(identity.members, identity.pid, grace_s)
-            _reap(identity.pid)
         self._file.unlink(missing_ok=True)
         return stopped
 
@@ -167,6 +169,8 @@ def end(members: Callable[[], list[int]], group: int | None, grace_s: float) -> 
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             if not (now := members()):
+                for pid in tuple(_children):
+                    _reap(pid)
                 return True
             time.sleep(0.02)
     raise RuntimeError(f"processes {now} do not end, not even by SIGKILL")
@@ -190,7 +194,7 @@ def _stat(pid: int) -> Stat | None:
         return None
     # The name in brackets may itself hold spaces and brackets; the fields after the last one are fixed (proc(5)).
     fields = text.rpartition(")")[2].split()
-    return Stat(state=fields[0], group=int(fields[2]), started=int(fields[19]))
+    return Stat(state=fields[0], group=int(fields[2]), threads=int(fields[17]), started=int(fields[19]))
 
 
 def _processes() -> Iterator[tuple[int, Stat]]:

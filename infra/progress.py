@@ -65,7 +65,7 @@ class Plain:
         finally:
             over.set()
             beat.join()
-        self.say(part, f"{what}: done in {time.monotonic() - began:.1f} s")
+        self.say(part, f"{_short(what)}: done in {time.monotonic() - began:.1f} s")
 
     def say(self, part: str, line: str) -> None:
         with self._lock:
@@ -73,7 +73,7 @@ class Plain:
 
     def _beat(self, part: str, what: str, began: float, over: threading.Event) -> None:
         while not over.wait(HEARTBEAT_S):
-            self.say(part, f"{what}: {time.monotonic() - began:.0f} s so far")
+            self.say(part, f"{_short(what)}: {time.monotonic() - began:.0f} s so far")
 
 
 class Live:
@@ -106,7 +106,7 @@ class Live:
             self._line(part, _failure(what, error), "red")
             raise
         self._end(task)
-        self._line(part, f"{what}: done in {time.monotonic() - began:.1f} s", "green")
+        self._line(part, f"{_short(what)}: done in {time.monotonic() - began:.1f} s", "green")
 
     def say(self, part: str, line: str) -> None:
         self._line(part, line, "yellow")
@@ -142,5 +142,10 @@ def for_terminal() -> Progress:
     return Plain()
 
 
+def _short(what: str) -> str:
+    """Without what to expect, which stands in brackets at the end."""
+    return what.partition(" (")[0]
+
+
 def _failure(what: str, error: BaseException) -> str:
-    return f"{what}: FAILED{'' if isinstance(error, StackError) else f' ({type(error).__name__})'}"
+    return f"{_short(what)}: FAILED{'' if isinstance(error, StackError) else f' ({type(error).__name__})'}"

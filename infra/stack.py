@@ -58,7 +58,7 @@ class Stack:
     ) -> None:
         self.folder = (folder or default_folder()).absolute()
         self._pool = pool
-        self._partitions = partitions or int(os.environ.get("HEADRACE_PARTITIONS", "0"))  # 0 = as before
+        self._partitions = partitions  # None = HEADRACE_PARTITIONS, else as before
         self.notes: list[str] = []  # what the last `up` had to do without, and what would install it
         self.changed: list[str] = []  # what the last `up` started, created or changed; empty = it was all there
         self._with_model = with_model
@@ -76,7 +76,7 @@ class Stack:
         with self._locked():
             state = self._state = State.read(self.folder)
             state.pool = self._pool
-            state.partitions = self._partitions or state.partitions or PARTITIONS
+            state.partitions = self._partitions or _asked_partitions() or state.partitions or PARTITIONS
             start = Startup(self.folder, state, self._show, with_model=self._with_model)
             try:
                 start.run()
@@ -191,3 +191,11 @@ class Stack:
             log=str(process.log),
             detail=detail,
         )
+
+
+def _asked_partitions() -> int:
+    """0 = not asked for. Raises StackError."""
+    given = os.environ.get("HEADRACE_PARTITIONS", "0")
+    if not given.isdigit():
+        raise PartFailed(f"HEADRACE_PARTITIONS is {given!r}", remedy="set it to a number, or leave it out")
+    return int(given)

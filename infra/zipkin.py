@@ -23,7 +23,7 @@ def _fetch(folder: Path, workshop: Workshop) -> None:
     java.fetch_jars("zipkin", POM, folder, workshop)
 
 
-JAR = Artefact("zipkin", f"downloading Zipkin {VERSION} (once, 131 MB)", (POM.read_text(),), _fetch)
+JAR = Artefact("zipkin", f"downloading Zipkin {VERSION} (once, 131 MB)", (POM.read_text(),), _fetch, java.maven)
 
 
 class Zipkin:

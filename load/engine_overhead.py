@@ -30,6 +30,9 @@ THRESHOLD = 0.95
 # Seconds: a generator's connection, one round, and one round of LLM.generate with its engine's start.
 READY_S, ROUND_S, LLM_S = 30.0, 180.0, 300.0
 FIRST_TOKEN_JOBS = 100
+# A round is to last so long (seconds): long beside its ends, short enough for the whole to end within ten minutes.
+FILL_S = 15.0
+MAX_JOBS = 4000
 ECHO_TRIPS = 200
 
 Say = Callable[[str], None]
@@ -89,20 +92,27 @@ async def _worker(settings: Settings) -> AsyncIterator[Worker]:
 
 
 async def run(settings: Settings, *, pairs: int, jobs: int, output_tokens: int, say: Say) -> dict[str, Any]:
-    """The whole measurement; returns what the command prints as its last line. Raises BenchFailed."""
+    """The whole measurement; returns what the command prints as its last line. `jobs` = 0: as many as fill a round.
+
+    Raises BenchFailed.
+    """
     began = time.monotonic()
     model = settings.engine.served_name
-    scenario = scaled(Scenario.load("engine-overhead"), jobs=jobs, output_tokens=output_tokens)
-    say(f"LLM.generate: {jobs} prompts, {output_tokens} tokens each, in a process of its own …")
+    in_flight = int(settings.engine.max_num_seqs * settings.engine.overfill)
+    scenario = scaled(Scenario.load("engine-overhead"), jobs=jobs or 2 * in_flight, output_tokens=output_tokens)
+    say(f"LLM.generate: {scenario.jobs} prompts, {output_tokens} tokens each, in a process of its own …")
     offline = await _llm_generate(scenario)
+    if not jobs:
+        speed = statistics.median(r.tokens_per_s for r in offline)
+        jobs = max(2 * in_flight, min(MAX_JOBS, round(speed * FILL_S / output_tokens)))
+        scenario = scaled(scenario, jobs=jobs)
     say("AsyncLLM and the service: starting the worker …")
     async with _worker(settings) as worker:
         engine = cast(VllmEngine, worker.engine.current)
-        in_flight = int(settings.engine.max_num_seqs * settings.engine.overfill)
         planned = bare.planned(scenario, model)
         options = ["--jobs", str(jobs), "--output-tokens", str(output_tokens)]
         async with Load("engine-overhead", options, settings.kafka.bootstrap, model) as load:
-            say("warm-up …")
+            say(f"warm-up, then {pairs} pairs of rounds with {jobs} jobs each …")
             await bare.stream(engine, planned, in_flight)
             await load.round()
             rounds = []

@@ -71,3 +71,10 @@ H_REASON = "headrace-reason"  # dead letters: the error code
 H_MESSAGE = "headrace-message"  # dead letters: what is wrong and what to do
 H_ATTEMPTS = "headrace-attempts"
 H_FAILED_AT = "headrace-failed-at"
+H_REPLAY_OF = "headrace-replay-of"  # replayed jobs: topic/partition/offset of the dead letter
+H_REPLAYED = "headrace-replayed"  # notes beside dead letters: partition/offset of the letter that was replayed
+H_DUE = "headrace-due"  # deferred records: when (milliseconds since 1970), and the fingerprint of tenant|job id (R12)
+H_PUBLISHED = "headrace-published"  # copies: the broker's time of the record's first place, milliseconds (R13)
+
+# Headers of the service itself begin so; a replay leaves them behind.
+SERVICE_HEADERS = "headrace-"

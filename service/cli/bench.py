@@ -32,7 +32,7 @@ def group() -> None:
 def engine_overhead(
     json: Annotated[bool, typer.Option("--json", help="End with one JSON object on the last line.")] = False,
     pairs: Annotated[int, typer.Option(min=2, help="Pairs of rounds, bare engine and service.")] = 5,
-    jobs: Annotated[int, typer.Option(min=8, help="Jobs a round.")] = 96,
+    jobs: Annotated[int, typer.Option(min=0, help="Jobs a round; 0 = as many as the machine does in 15 s.")] = 0,
     output_tokens: Annotated[int, typer.Option(min=1, help="Output tokens a job.")] = 32,
     seqs: Annotated[int, typer.Option(min=1, help="Sequences the engine runs at once.")] = 32,
 ) -> None:

@@ -30,6 +30,7 @@ class Record(Protocol):
     timestamp: int
     key: bytes | None
     value: bytes | None
+    headers: Sequence[tuple[str, bytes | None]]
 
 
 class TopicLog:

@@ -29,6 +29,7 @@ from typing import Any
 from schemas.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from schemas.names import CHAT, COMPLETIONS
 from service.engine import pace
+from service.engine.bounds import MAX_N, queue_bound
 from service.engine.protocol import (
     Capacity,
     EngineFault,
@@ -48,7 +49,6 @@ BLOCK = 16  # tokens per KV block
 CHARS_PER_TOKEN = 4
 DEFAULT_TOKENS = 128  # output of a job that asks for no number
 DEFAULT_CONTEXT = 8192  # tokens, when the settings name none
-QUEUE_FACTOR = 2  # sequences the engine accepts, as a multiple of its slots: the same net as around vLLM
 CATCH_UP_STEPS = 32  # steps applied in one turn of a late loop, so that other callbacks get their turn
 
 # fmt: off
@@ -122,6 +122,7 @@ class SimulatedEngine:
         self._state = EngineState.STARTING
         self._names = (settings.engine.served_name, f"simulated:{settings.engine.served_name}")
         self._context = settings.engine.max_model_len or DEFAULT_CONTEXT
+        self._bound = queue_bound(settings.engine.max_num_seqs)
         self._requests: dict[str, _Request] = {}
         self._waiting: list[tuple[int, float, int, _Sequence]] = []  # heap: priority, arrival, tie breaker
         self._prefilling: list[_Sequence] = []
@@ -174,6 +175,8 @@ class SimulatedEngine:
                 f"the prompt has {tokens} tokens, the model's context is {self._context}; shorten the prompt"
             )
         n = _positive(body, "n") or 1
+        if n > MAX_N:
+            raise InvalidRequest(f"n must be at most {MAX_N}, got {n}")
         asked = _positive(body, "max_completion_tokens") or _positive(body, "max_tokens")
         budget = min(asked or DEFAULT_TOKENS, self._context - tokens)
         hook = _HOOK.search(text)
@@ -191,7 +194,7 @@ class SimulatedEngine:
     async def run(self, job: Job, prepared: Prepared, attempt: str, priority: int) -> AsyncIterator[Output]:
         if self._state is not EngineState.READY or self._loop is None:
             raise EngineLost(f"the engine is {self._state}")
-        if self._sequences and self._sequences + prepared.n > QUEUE_FACTOR * self._settings.max_num_seqs:
+        if self._sequences + prepared.n > self._bound:
             raise Overloaded(f"{self._sequences} sequences are in the engine already")
         request = self._enter(job, prepared, attempt, priority)
         loop = self._loop
@@ -235,7 +238,8 @@ class SimulatedEngine:
     async def close(self, drain_s: float = 0.0) -> None:
         if drain_s > 0 and self._requests and self._state is EngineState.READY:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), drain_s)
+                async with asyncio.timeout(drain_s):
+                    await self._idle.wait()
         self._lose(EngineState.CLOSED, "the engine was closed")
 
     # ------------------------------------------------------------------ requests in and out

@@ -137,8 +137,10 @@ class Supervisor:
     async def _keep(self) -> None:
         stalled = 0
         while self._state is not EngineState.CLOSED:
+            # Not wait_for: in Python 3.11 it swallows a cancellation that comes as the event is set.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._trip.wait(), CHECK_S)
+                async with asyncio.timeout(CHECK_S):
+                    await self._trip.wait()
             self._trip.clear()
             if self._state is EngineState.READY:
                 state = self._engine.state
@@ -182,7 +184,8 @@ class Supervisor:
     async def _clear_away(self) -> None:
         """Ends the jobs that wait on the lost engine with EngineLost, and its processes."""
         try:
-            await asyncio.wait_for(self._engine.close(), CLOSE_S)
+            async with asyncio.timeout(CLOSE_S):
+                await self._engine.close()
         except Exception:
             log.exception("the lost engine could not be cleared away")
 

@@ -132,7 +132,10 @@ def trace_ids(head: Head, attempt: str) -> tuple[str, str]:
     its attempts, on whichever worker, lie in one trace. The span id comes from trace and attempt.
     """
     parent = parse_traceparent(head.trace.get(H_TRACEPARENT, ""))
-    trace_id = f"{parent[0]:032x}" if parent else _own_trace(head)
+    if parent is not None:
+        trace_id = f"{parent[0]:032x}"
+    else:
+        trace_id = own_trace(head.tenant, head.job_id, head.run, head.origin, head.digest)
     return trace_id, span_id(trace_id, attempt)
 
 
@@ -142,7 +145,8 @@ def span_id(trace_id: str, attempt: str, part: str = "process") -> str:
     return digest if int(digest, 16) else "0000000000000001"
 
 
-def _own_trace(head: Head) -> str:
-    text = f"{head.tenant}/{head.job_id}/{head.run}/{head.origin}/{head.digest}"
+def own_trace(tenant: str, job_id: str, run: int, origin: str, content_digest: str) -> str:
+    """The trace id, as hex, of a job that came without one."""
+    text = f"{tenant}/{job_id}/{run}/{origin}/{content_digest}"
     digest = blake2b(text.encode("utf-8", "replace"), digest_size=16).hexdigest()
     return digest if int(digest, 16) else f"{1:032x}"

@@ -311,6 +311,12 @@ async def test_the_prefix_cache_is_shared_within_a_tenant_and_never_across(engin
     assert (await ask(engine, {**body, "cache_salt": "salt of first"}, tenant="third")).usage.cached == 0
 
 
+def schema(wanted: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "d", "schema": wanted}}
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x"}}
+UNKNOWN_TOOL = {"type": "function", "function": {"name": "no"}}
 DEEP: dict[str, Any] = {"type": "string"}
 for _ in range(100):
     DEEP = {"type": "object", "properties": {"a": DEEP}}
@@ -336,11 +342,11 @@ for _ in range(100):
         (CHAT, {"messages": RIVERS, "logit_bias": {"999999": 1}}, InvalidRequest, "logit_bias"),
         (CHAT, {"messages": [{"role": "user", "content": "river " * 2000}]}, ContextLengthExceeded, "1024"),
         (CHAT, {"messages": [{"role": "user", "content": "x" * 5_000_000}]}, ContextLengthExceeded, "characters"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x"}}]}]}, InvalidRequest, "text"),
-        (CHAT, {"messages": RIVERS, "response_format": {"type": "json_schema", "json_schema": {"name": "d", "schema": DEEP}}}, InvalidRequest, "nest"),
-        (CHAT, {"messages": RIVERS, "response_format": {"type": "json_schema", "json_schema": {"name": "d", "schema": {"type": "objekt"}}}}, InvalidRequest, ""),
+        (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, InvalidRequest, "text"),
+        (CHAT, {"messages": RIVERS, "response_format": schema(DEEP)}, InvalidRequest, "nest"),
+        (CHAT, {"messages": RIVERS, "response_format": schema({"type": "objekt"})}, InvalidRequest, ""),
         (CHAT, {"messages": RIVERS, "structured_outputs": {"regex": "("}}, InvalidRequest, ""),
-        (CHAT, {"messages": RIVERS, "tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "no"}}}, InvalidRequest, "tool"),
+        (CHAT, {"messages": RIVERS, "tools": [WEATHER], "tool_choice": UNKNOWN_TOOL}, InvalidRequest, "tool"),
         (CHAT, {"messages": RIVERS, "stop": [""]}, InvalidRequest, "stop"),
         (COMPLETIONS, {"prompt": ["a", "b"]}, InvalidRequest, "one job"),
         (COMPLETIONS, {"prompt": [-1]}, InvalidRequest, "token ids"),

@@ -211,8 +211,6 @@ def test_a_failed_up_stops_what_it_started_and_names_the_log(own: Stack, monkeyp
     assert caught.value.detail
     assert strays(own.folder) == []
     assert {part.state for part in own.status()} == {"stopped"}
-    monkeypatch.undo()
-    own.up()  # and the next one mends it
 
 
 def test_a_killed_up_is_cleaned_up_by_the_next_command(own: Stack) -> None:

@@ -7,11 +7,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from service.engine.bounds import MAX_N, queue_bound
 from service.settings import EngineSettings
-
-# vLLM refuses what its own queue cannot take (Overloaded). The scheduler keeps far below; this is the net under it.
-QUEUE_FACTOR = 2
-MAX_N = 128  # choices of one request; added to the net, so that the widest job is taken by an empty engine
 
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
@@ -50,7 +47,7 @@ def arguments(settings: EngineSettings, cpu: bool, flags: frozenset[str]) -> dic
         "reasoning_parser": settings.reasoning_parser or "",
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
-        "max_num_queued_reqs": QUEUE_FACTOR * settings.max_num_seqs + MAX_N,
+        "max_num_queued_reqs": queue_bound(settings.max_num_seqs),
         "trust_remote_code": False,
         "use_tqdm_on_load": False,
         "disable_log_stats": False,

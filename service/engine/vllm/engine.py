@@ -99,7 +99,8 @@ class VllmEngine:
             from service.engine.vllm.render import Renderer
 
             self._renderer = Renderer(self._engine, self._settings)
-            await asyncio.wait_for(self._warm_up(), WARM_UP_S)
+            async with asyncio.timeout(WARM_UP_S):
+                await self._warm_up()
         except Exception as error:
             message = failures.explain(error, self._child_log())
             log.debug("engine start failed", exc_info=True)
@@ -266,7 +267,8 @@ class VllmEngine:
         if engine is None or self._lost or engine.errored:
             return
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(engine.abort(attempt), ABORT_S)
+            async with asyncio.timeout(ABORT_S):
+                await engine.abort(attempt)
 
     def stats(self) -> EngineStats:
         return self._stats
@@ -277,7 +279,8 @@ class VllmEngine:
         healthy = self.state is EngineState.READY
         if healthy and drain_s > 0:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), drain_s)
+                async with asyncio.timeout(drain_s):
+                    await self._idle.wait()
         self._state = EngineState.CLOSED
         await self._stop_building()
         engine, self._engine = self._engine, None

@@ -19,7 +19,7 @@ _QUOTED = re.compile(r"'([^']*)'|\"([^\"]*)\"|`([^`]*)`")
 _CONTEXT = re.compile(r"maximum (?:context|model) length|longer than the maximum|max_model_len", re.IGNORECASE)
 _CONTEXT_PARAMETERS = frozenset({"input_tokens", "input_text"})
 _ADVICE = re.compile(r"\s*To (?:increase|allow|raise)[^.]*\bVLLM_\w+[^.]*\.?")
-_FLAGS = re.compile(r"\s*\(?--[a-z][\w-]+(?:[= ]\S+)?\)?")
+_FLAGS = re.compile(r"\s*\(?--[a-z][\w-]+(?:=\S+)?\)?")
 
 
 def refusal(error: Exception) -> Refusal:

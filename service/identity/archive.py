@@ -1,0 +1,170 @@
+"""Reads single records by their place, without a group: what a copy of an ended job is answered from (R7).
+
+One consumer for all readings, made when the first is wanted. It asks for the partitions of everything that is wanted at
+the moment, each from its lowest wanted offset. Never raises for what is not there, and never waits longer than `READ_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+
+from aiokafka import AIOKafkaConsumer
+from aiokafka.structs import ConsumerRecord, TopicPartition
+
+from service.job import Place
+from service.settings import KafkaSettings
+
+log = logging.getLogger(__name__)
+
+READ_S = 10.0  # of one record; a broker that restarts is back by then
+POLL_MS = 100
+FETCH_BYTES = 65_536  # of one partition; a larger record comes all the same
+FAR = 200  # records: a wanted offset so far ahead is sought instead of read up to
+RETRY_S = 0.5
+STOP_S = 2.0
+
+
+class Archive:
+    """`start` and `stop` once; `read` any number of times at once."""
+
+    def __init__(self, settings: KafkaSettings) -> None:
+        self._settings = settings
+        self._wanted: dict[TopicPartition, dict[int, list[_Reading]]] = {}
+        self._some = asyncio.Event()
+        self._fresh = False  # something is wanted that the consumer was not told of
+        self._task: asyncio.Task[None] | None = None
+        self._consumer: AIOKafkaConsumer | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._serve(), name="archive")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=STOP_S)
+        await self._close()
+        for reading in self._all():
+            reading.tell(None)
+
+    async def read(self, place: Place) -> bytes | None:
+        """The value of the record at this place; None if there is none any more, or it cannot be read in time."""
+        reading = _Reading(asyncio.get_running_loop().create_future(), time.monotonic() + READ_S)
+        offsets = self._wanted.setdefault(TopicPartition(place.topic, place.partition), {})
+        offsets.setdefault(place.offset, []).append(reading)
+        self._fresh = True
+        self._some.set()
+        return await reading.answer
+
+    # the one reader
+
+    async def _serve(self) -> None:
+        while True:
+            await self._some.wait()
+            try:
+                consumer = await self._open()
+                self._turn_to(consumer)
+                for tp, records in (await consumer.getmany(timeout_ms=POLL_MS)).items():
+                    self._match(consumer, tp, records)
+                self._miss(consumer)
+            except Exception as error:
+                log.warning("records of ended jobs not read, tried again: %r", error)
+                await self._close()
+                self._fresh = True
+                await asyncio.sleep(RETRY_S)
+            self._give_up()
+            if not self._wanted:
+                self._some.clear()
+                if self._consumer is not None:
+                    self._consumer.pause(*self._consumer.assignment())
+
+    async def _open(self) -> AIOKafkaConsumer:
+        if self._consumer is None:
+            self._consumer = AIOKafkaConsumer(
+                bootstrap_servers=self._settings.bootstrap,
+                enable_auto_commit=False,
+                auto_offset_reset="earliest",  # a place that is no more shows by a later record
+                request_timeout_ms=self._settings.request_timeout_ms,
+                max_partition_fetch_bytes=FETCH_BYTES,
+                fetch_max_wait_ms=POLL_MS,
+            )
+            async with asyncio.timeout(READ_S):
+                await self._consumer.start()
+        return self._consumer
+
+    async def _close(self) -> None:
+        consumer, self._consumer = self._consumer, None
+        if consumer is not None:
+            stopping = asyncio.create_task(consumer.stop())
+            await asyncio.wait({stopping}, timeout=STOP_S)
+            if not stopping.done():
+                stopping.cancel()
+
+    def _turn_to(self, consumer: AIOKafkaConsumer) -> None:
+        """Makes it read what is wanted, and nothing else. A new assignment also forgets where logs ended before."""
+        if self._fresh:
+            self._fresh = False
+            consumer.assign(list(self._wanted))
+            for tp, offsets in self._wanted.items():
+                consumer.seek(tp, min(offsets))
+        elif done := [tp for tp in consumer.assignment() - self._wanted.keys() if tp not in consumer.paused()]:
+            consumer.pause(*done)
+
+    def _match(self, consumer: AIOKafkaConsumer, tp: TopicPartition, records: list[ConsumerRecord]) -> None:
+        offsets = self._wanted.get(tp)
+        if not offsets or not records:
+            return
+        for record in records:
+            if readings := offsets.pop(record.offset, None):
+                _tell(readings, record.value)
+        last = records[-1].offset
+        for offset in [offset for offset in offsets if offset <= last]:  # compacted or deleted
+            _tell(offsets.pop(offset), None)
+        if not offsets:
+            del self._wanted[tp]
+        elif min(offsets) > last + FAR:
+            consumer.seek(tp, min(offsets))
+
+    def _miss(self, consumer: AIOKafkaConsumer) -> None:
+        """Places beyond the end of a log that is another one than it was."""
+        if self._fresh:
+            return
+        for tp, offsets in list(self._wanted.items()):
+            end = consumer.highwater(tp) if tp in consumer.assignment() else None
+            if end is None:
+                continue
+            for offset in [offset for offset in offsets if offset >= end]:
+                _tell(offsets.pop(offset), None)
+            if not offsets:
+                del self._wanted[tp]
+
+    def _give_up(self) -> None:
+        now = time.monotonic()
+        for tp, offsets in list(self._wanted.items()):
+            for offset, readings in list(offsets.items()):
+                if all(reading.until <= now or reading.answer.done() for reading in readings):
+                    _tell(offsets.pop(offset), None)
+            if not offsets:
+                del self._wanted[tp]
+
+    def _all(self) -> Iterable[_Reading]:
+        return [r for offsets in self._wanted.values() for readings in offsets.values() for r in readings]
+
+
+class _Reading:
+    __slots__ = ("answer", "until")
+
+    def __init__(self, answer: asyncio.Future[bytes | None], until: float) -> None:
+        self.answer = answer
+        self.until = until  # monotonic
+
+    def tell(self, value: bytes | None) -> None:
+        if not self.answer.done():
+            self.answer.set_result(value)
+
+
+def _tell(readings: list[_Reading], value: bytes | None) -> None:
+    for reading in readings:
+        reading.tell(value)
