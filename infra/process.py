@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -134,8 +134,26 @@ class Process:
 
 def strays(folder: Path) -> list[int]:
     """Running processes that carry this stack's marker, whatever the pid files say."""
+    return list(_marked(folder))
+
+
+def end_strays(folder: Path, grace_s: float, spare: Collection[int] = ()) -> list[int]:
+    """Ends them, but for `spare`; returns whom."""
+    found: dict[int, int] = {}
+
+    def members() -> list[int]:
+        found.update((pid, started) for pid, started in _marked(folder).items() if pid not in spare)
+        # A process on its way out has lost its environment before it has gone.
+        return [pid for pid, started in found.items() if (now := _stat(pid)) and now.running and now.started == started]
+
+    end(members, None, grace_s)
+    return list(found)
+
+
+def _marked(folder: Path) -> dict[int, int]:
+    """pid → start time of the running processes with the marker."""
     wanted = f"{MARKER}={folder}".encode()
-    found = []
+    found = {}
     for pid, stat in _processes():
         if not stat.running or pid == os.getpid():
             continue
@@ -144,15 +162,7 @@ def strays(folder: Path) -> list[int]:
         except OSError:  # ended meanwhile, or somebody else's
             continue
         if wanted in environment.split(b"\0"):
-            found.append(pid)
-    return found
-
-
-def end_strays(folder: Path, grace_s: float) -> list[int]:
-    """Ends them; returns whom."""
-    found = strays(folder)
-    if found:
-        end(lambda: strays(folder), None, grace_s)
+            found[pid] = stat.started
     return found
 
 

@@ -17,7 +17,7 @@ from infra.errors import PartFailed
 from infra.lock import locked
 from infra.part import DEV, NotReady, Part
 from infra.process import Process, end_strays
-from infra.startup import ESSENTIAL, PARTS, TRACES, Startup
+from infra.startup import ESSENTIAL, PARTS, TRACES, Startup, traces_ready
 from infra.state import State, default_folder
 
 PARTITIONS = 6  # of a development pool (design.md §4)
@@ -180,7 +180,7 @@ class Stack:
                 part.probe(self._state.ports)
             except (NotReady, OSError, KeyError) as error:
                 state, detail = "not answering", f"{error}; headrace up starts it again"
-        elif part in TRACES and self._state.ports and not self._state.traces:
+        elif part in TRACES and self._state.ports and not traces_ready():
             state, detail = "not installed", "headrace up says what is missing"
         known = all(name in self._state.ports for name in part.ports)
         return PartStatus(

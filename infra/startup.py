@@ -18,7 +18,7 @@ from infra import collector, kafka, model, ports, zipkin
 from infra.cache import Artefact, Workshop
 from infra.errors import BuildFailed, Cancelled, Missing, PartFailed
 from infra.part import NotReady, Part
-from infra.process import Process, end, strays
+from infra.process import Process, end_strays
 from infra.progress import Progress
 from infra.state import State
 from infra.store import Store
@@ -36,6 +36,11 @@ PARTS = ESSENTIAL + TRACES
 # A part that runs but does not answer for so long is ended and started again.
 HUNG_S = 15.0
 POLL_S = 0.1
+
+
+def traces_ready() -> bool:
+    """Whether both programs for traces have been made."""
+    return collector.BINARY.ready and zipkin.JAR.ready
 
 
 class Startup:
@@ -82,14 +87,9 @@ class Startup:
     def _end_strays(self) -> None:
         """Processes of an `up` that was killed between starting them and writing down whom."""
         identities = [self._process(part).identity() for part in PARTS]
-
-        def unknown() -> list[int]:
-            known = {pid for identity in identities if identity is not None for pid in identity.members()}
-            return [pid for pid in strays(self._folder) if pid not in known]
-
-        if found := unknown():
-            self._show.say("stack", f"ending processes that a killed run left: {found}")
-            end(unknown, None, grace_s=5.0)
+        known = {pid for identity in identities if identity is not None for pid in identity.members()}
+        if ended := end_strays(self._folder, grace_s=5.0, spare=known):
+            self._show.say("stack", f"ended processes that a killed run left: {ended}")
 
     def _healthy(self, part: Part) -> bool:
         """Whether it runs and answers; what is left of one that does not has ended afterwards."""

@@ -6,6 +6,8 @@ The service never creates a topic on the side: `apply` is for operators (`headra
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -42,6 +44,9 @@ SHORT_SEGMENT_MS = HOUR_MS
 SHARED_PARTITIONS = 6
 
 COMMAND = "headrace topics apply"
+REMEDY = f"run: {COMMAND}"
+# How long a change may take from the controller to every broker: tens of milliseconds, more on a busy machine.
+SETTLE_S = 15.0
 
 # Compared by `check`: without these a promise breaks. Others (retention) are an operator's to tune.
 BINDING = ("cleanup.policy", "message.timestamp.type", "max.message.bytes")
@@ -137,13 +142,13 @@ def compare(wanted: tuple[Topic, ...], found: Mapping[str, Found]) -> list[Findi
     for topic in wanted:
         real = found.get(topic.name)
         if real is None:
-            findings.append(Finding(topic.name, "is missing", f"run: {COMMAND}"))
+            findings.append(Finding(topic.name, "is missing", REMEDY))
             continue
         if topic.exact and real.partitions != topic.partitions:
             findings.append(_wrong_count(topic, real))
         for key in _differing(topic, real):
             problem = f"has {key}={real.config.get(key)} instead of {topic.config[key]}"
-            findings.append(Finding(topic.name, problem, f"run: {COMMAND}"))
+            findings.append(Finding(topic.name, problem, REMEDY))
     return findings
 
 
@@ -182,6 +187,8 @@ async def apply(settings: Settings) -> Applied:
             if differing := _differing(topic, real):
                 await _set(admin, topic, real, differing)
                 done.changed.append(topic.name)
+        if done.created or done.changed:
+            await _settle(admin, wanted)
     return done
 
 
@@ -308,6 +315,18 @@ async def _set(admin: AIOKafkaAdminClient, topic: Topic, real: Found, keys: list
     for answer in await admin.alter_configs([ConfigResource(ConfigResourceType.TOPIC, topic.name, config)]):
         for resource in answer.to_object()["resources"]:
             _raise_for(resource["error_code"], f"setting {', '.join(keys)} of {topic.name}")
+
+
+async def _settle(admin: AIOKafkaAdminClient, wanted: tuple[Topic, ...]) -> None:
+    """Waits until the brokers show what their controller has accepted, so that a worker may start right afterwards."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        findings = [one for one in compare(wanted, await _look(admin, wanted)) if one.remedy == REMEDY]
+        if not findings:
+            return
+        if time.monotonic() > deadline:
+            raise TopicsRefused(findings)
+        await asyncio.sleep(0.05)
 
 
 def _raise_for(code: int, doing: str, message: str | None = None) -> None:

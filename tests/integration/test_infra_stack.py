@@ -213,6 +213,24 @@ def test_a_failed_up_stops_what_it_started_and_names_the_log(own: Stack, monkeyp
     assert {part.state for part in own.status()} == {"stopped"}
 
 
+def test_a_broker_that_creates_topics_by_itself_is_refused(own: Stack, monkeypatch: pytest.MonkeyPatch) -> None:  # R16
+    own.down()
+    whole = Kafka.command
+
+    def creating(part: Kafka, at: Ports, folder: Path) -> Command:
+        good = whole(part, at, folder)
+        properties = Path(good.argv[-1])
+        text = properties.read_text()
+        assert "auto.create.topics.enable=false" in text
+        properties.write_text(text.replace("auto.create.topics.enable=false", "auto.create.topics.enable=true"))
+        return good
+
+    monkeypatch.setattr(Kafka, "command", creating)
+    with pytest.raises(topics.TopicsRefused, match=r"set auto\.create\.topics\.enable=false"):
+        own.up()
+    assert strays(own.folder) == []
+
+
 def test_a_killed_up_is_cleaned_up_by_the_next_command(own: Stack) -> None:
     own.down()
     script = (

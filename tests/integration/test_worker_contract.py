@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 import urllib.request
+import uuid
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -352,7 +353,7 @@ async def test_one_trace_leads_from_publisher_to_reply(stack: TestStack, wire: W
         pytest.skip("no Collector and viewer here: Go or Maven is missing")
     from service.cli.trace import fetch
 
-    trace, parent = f"{time.time_ns():032x}", "00f067aa0ba902b7"
+    trace, parent = uuid.uuid4().hex, "00f067aa0ba902b7"
     value = job(new_id("trace"), max_tokens=8)
     started = time.time()
     await done(wire, value, headers=[("traceparent", f"00-{trace}-{parent}-01".encode())])

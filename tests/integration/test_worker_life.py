@@ -17,6 +17,7 @@ from tests.integration.delivery_kit import until
 from tests.integration.worker_kit import START_S, Fleet, Wire, check_numbering, job, new_id
 
 TENANTS = ("acme", "globex", "initech")
+SPREAD = 16
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ async def publish(wire: Wire, count: int, tokens: int) -> list[str]:
         value = job(
             new_id("life"), f"Tell me about river number {n}.", tenant=tenant, max_tokens=tokens, ignore_eos=True
         )
-        await wire.publish(value, key=tenant.encode())
+        await wire.publish(value, key=f"{tenant}|{n % SPREAD}".encode())  # over all partitions, so over all workers
         ids.append(value["id"])
     return ids
 
