@@ -238,12 +238,19 @@ class Client:
 
     async def cancel(
         self, id: str, tenant: str | None = None, run: int | None = None, reason: str | None = None
-    ) -> None:
+    ) -> Place:
         """Asks the service to stop a job, queued or running; all runs published so far unless `run` names one.
 
-        Returns once the wish is acknowledged by the broker; the job's terminal event tells what came of it.
-        Raises InvalidJob, UnknownTopic, PublishFailed, Closed.
+        Returns once the wish is acknowledged by the broker, with its place; the job's terminal event tells what came of
+        it. Raises InvalidJob, UnknownTopic, PublishFailed, Closed.
         """
+        return await self._wish(id, tenant, run, reason)
+
+    async def cancel_all(self, tenant: str | None = None, reason: str | None = None) -> Place:
+        """As `cancel`, for all jobs of the tenant that were published so far."""
+        return await self._wish(None, tenant, None, reason)
+
+    async def _wish(self, id: str | None, tenant: str | None, run: int | None, reason: str | None) -> Place:
         self._open()
         tenant = tenant or self._tenant
         if tenant is None:
@@ -256,7 +263,7 @@ class Client:
             raise InvalidJob(f"not a cancel: {str(error).splitlines()[-1].strip()}") from None
         await self._must_exist(CANCEL)
         wish["at"] = format_time(datetime.now(UTC))
-        await self._send(CANCEL, cancel_key(tenant, id), orjson.dumps(wish), {})
+        return await self._send(CANCEL, cancel_key(tenant, id), orjson.dumps(wish), {})
 
     # -- connection
 
@@ -320,7 +327,8 @@ class Client:
 
     async def _bounded(self, work: Awaitable[T]) -> T:
         try:
-            return await asyncio.wait_for(work, self._connect_timeout_s)
+            async with asyncio.timeout(self._connect_timeout_s):  # wait_for may swallow a cancellation (Python 3.11)
+                return await work
         except TimeoutError:
             raise Unreachable(
                 f"no Kafka broker answers at {self._bootstrap} within {self._connect_timeout_s:g} s"

@@ -80,7 +80,8 @@ class Store:
     async def _run(self, work: Callable[..., T], *args: Any) -> T:
         transfer = asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
         try:
-            return await asyncio.wait_for(transfer, self._access.deadline_s)
+            async with asyncio.timeout(self._access.deadline_s):
+                return await transfer
         except TimeoutError:
             raise StoreError(
                 f"the store at {self._access.endpoint} did not finish within {self._access.deadline_s:.0f} s"

@@ -134,7 +134,8 @@ class Stream:
                 await self._wake.wait()
                 continue
             try:
-                await asyncio.wait_for(self._wake.wait(), until - time.monotonic())
+                async with asyncio.timeout(until - time.monotonic()):  # wait_for may swallow a cancellation (3.11)
+                    await self._wake.wait()
             except TimeoutError:
                 raise ResultTimeout(f"job {self.job_id} has not ended in the time given; it goes on") from None
         return self._items.popleft()

@@ -31,7 +31,7 @@ class Submitted:
         token: ResumeToken,
         *,
         close: Callable[[Stream], None],
-        cancel: Callable[[str, str, int | None], Awaitable[None]],
+        cancel: Callable[[str, str, int | None], Awaitable[Place]],
         fetch: Callable[[BlobRef], Awaitable[bytes]] | None,
         place: Place | None = None,
         trace_id: str | None = None,

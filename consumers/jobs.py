@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -66,6 +66,8 @@ class JobsConsumer:
         self._outlet = outlet
         self._topics = tuple(topics) if topics is not None else names.jobs_topics(settings.pool)
         self._instance = instance
+        # Told of the partition numbers that came here, before they are read; `None`: nobody wants to know.
+        self.recall: Callable[[frozenset[int]], Awaitable[None]] | None = None
         self._closed: set[str] = set()  # why admission is stopped altogether
         self._admin: AIOKafkaAdminClient | None = None
         self._rebalance: Rebalance | None = None
@@ -102,6 +104,7 @@ class JobsConsumer:
             outlet=self._outlet,
             consumer=self._joined_consumer,
             apply=self._apply,
+            recall=self.recall,
         )
         self._broker = self._build(self._rebalance)
         self._committer.start()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from aiokafka import AIOKafkaConsumer
 from aiokafka.abc import ConsumerRebalanceListener
@@ -49,6 +49,7 @@ class Rebalance(ConsumerRebalanceListener):
         outlet: Outlet,
         consumer: Callable[[], AIOKafkaConsumer],
         apply: Callable[[Iterable[Key]], None],
+        recall: Callable[[frozenset[int]], Awaitable[None]] | None = None,
     ) -> None:
         self.joined = False  # from knowing what is ours of an assignment to the next revoked callback
         self.count = 0  # assignments so far
@@ -62,6 +63,7 @@ class Rebalance(ConsumerRebalanceListener):
         self._outlet = outlet
         self._consumer = consumer
         self._apply = apply
+        self._recall = recall
         self._taking: asyncio.Task[None] | None = None
         self._barred = False  # a barrier waits for its release
         self._lost: set[Key] = set()  # lost since that barrier
@@ -139,6 +141,7 @@ class Rebalance(ConsumerRebalanceListener):
         self._committer.open()
         self.joined = True
         fresh = keys - kept
+        recalling = self._remember(frozenset(number for _, number in fresh))
         deadline: float | None = None if fresh else since + STATUS_S
         while fresh or self._book.unsettled():
             try:
@@ -160,6 +163,8 @@ class Rebalance(ConsumerRebalanceListener):
                 else:
                     await asyncio.sleep(RETRY_S)
         taken = keys - kept
+        if recalling is not None:
+            await asyncio.wait({recalling})
         for key in taken:
             self._consumer().seek(TopicPartition(*key), self._book.position(key))
         self._apply(keys)
@@ -171,6 +176,10 @@ class Rebalance(ConsumerRebalanceListener):
                 sum(self._book.is_careful(key) for key in taken),
                 len(kept),
             )
+
+    def _remember(self, numbers: frozenset[int]) -> asyncio.Future[None] | None:
+        """What ended there lately is read beside the rest; the wait for it is short, however much it is (R7)."""
+        return asyncio.ensure_future(self._recall(numbers)) if self._recall is not None and numbers else None
 
     async def _settle(self, reader: LogReader, deadline: float) -> None:
         starts = self._book.unsettled()

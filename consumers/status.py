@@ -68,7 +68,7 @@ class LogReader:
     async def ended(
         self, topic: str, starts: Mapping[int, int], tell: Callable[[Place, int], Any], deadline: float
     ) -> dict[int, int]:
-        """Calls `tell(origin, status offset)` for every status record; returns the end offset per partition number.
+        """Calls `tell(place, status offset)` for every status record; returns the end offset per partition number.
 
         `starts`: first offset to read, per partition number. `deadline`: monotonic. Raises KafkaError, TimeoutError.
         """
@@ -93,9 +93,9 @@ class LogReader:
                 raise TimeoutError(f"status partitions {sorted(tp.partition for tp in left)} not read to their end")
             for records in (await self._consumer.getmany(timeout_ms=POLL_MS, max_records=BATCH)).values():
                 for record in records:
-                    origin = origin_of(record.value)
-                    if origin is not None:
-                        tell(origin, record.offset)
+                    place = ended_at(record.value)
+                    if place is not None:
+                        tell(place, record.offset)
             for tp in [tp for tp, end in left.items() if await self._position(tp) >= end]:
                 del left[tp]
                 self._consumer.pause(tp)
@@ -107,11 +107,12 @@ class LogReader:
             return int(await self._consumer.position(tp))
 
 
-def origin_of(value: bytes | None) -> Place | None:
-    """The place of the record that ended; None for anything that is no status record."""
+def ended_at(value: bytes | None) -> Place | None:
+    """The place of the record that ended, its last one (R12); None for anything that is no status record."""
     if not value:
         return None
     try:
-        return Place.parse(orjson.loads(value)["origin"])
+        status = orjson.loads(value)
+        return Place.parse(status.get("place") or status["origin"])
     except (ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -1,11 +1,12 @@
 """What may go wrong with a job, one stable code each.
 
-Refusal                      the job ends `failed` (or `expired`) with a code; never retried
+Refusal                      the job ends `failed` (or `expired`, `cancelled`) with a code; never retried
 ├── InvalidJob               invalid_job
 ├── InvalidRequest           invalid_request
 ├── ContextLengthExceeded    context_length_exceeded
 ├── ModelNotFound            model_not_found
 ├── Expired                  ends `expired`
+├── Cancelled                ends `cancelled`
 └── (any other code by Refusal(code, message))
 Undeliverable                no usable reply address: the record becomes a dead letter
 """
@@ -82,6 +83,15 @@ class Expired(Refusal):
     terminal = "expired"
 
     def __init__(self, message: str = "the deadline passed before the job ended") -> None:
+        super().__init__(ErrorCode.INTERNAL, message)
+
+
+class Cancelled(Refusal):
+    """Somebody asked for the job to be stopped; `code` is not on the wire for this one."""
+
+    terminal = "cancelled"
+
+    def __init__(self, message: str = "the job was cancelled") -> None:
         super().__init__(ErrorCode.INTERNAL, message)
 
 

@@ -35,6 +35,11 @@ def overflow_topic(pool: str) -> str:
     return f"inference.{pool}.overflow"
 
 
+def consumed_topics(pool: str) -> tuple[str, ...]:
+    """What a pool's workers read as one group; partition n of each belongs to the same worker (R1)."""
+    return (*jobs_topics(pool), deferred_topic(pool), overflow_topic(pool))
+
+
 def status_topic(pool: str) -> str:
     return f"inference.{pool}.status"
 
@@ -73,7 +78,8 @@ H_ATTEMPTS = "headrace-attempts"
 H_FAILED_AT = "headrace-failed-at"
 H_REPLAY_OF = "headrace-replay-of"  # replayed jobs: topic/partition/offset of the dead letter
 H_REPLAYED = "headrace-replayed"  # notes beside dead letters: partition/offset of the letter that was replayed
-H_DUE = "headrace-due"  # deferred records: when (milliseconds since 1970), and the fingerprint of tenant|job id (R12)
+H_DUE = "headrace-due"  # deferred records: when their time comes, milliseconds since 1970 (R12)
+H_JOB = "headrace-job"  # deferred records: tenant|job id|run, so that a cancel finds them unread
 H_PUBLISHED = "headrace-published"  # copies: the broker's time of the record's first place, milliseconds (R13)
 
 # Headers of the service itself begin so; a replay leaves them behind.

@@ -1,7 +1,8 @@
 """The worker: wires the rooms together, starts them in order, takes them down in order (R19). Holds no rules itself.
 
-Start: delivery process → engine → topics checked → group joined. The group is joined last, so that no other member
-waits for an engine that is still loading. Stop: no new jobs → running ones drain → clean final commit → all closed.
+Start: delivery process → engine → topics checked → cancels read → group joined. The group is joined last, so that no
+other member waits for an engine that is still loading. Stop: no new jobs → running ones drain → clean final commit →
+all closed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from consumers.cancels import CancelReader
 from consumers.jobs import JobsConsumer
+from schemas import names
 from service import topics
 from service.delivery.link import Link
 from service.engine import build as build_engine
@@ -61,11 +64,19 @@ class Worker:
         self.runner = Runner(
             self.engine, self.link, self.scheduler, self.book, self.metrics, lambda: self.consumer.committer.flush()
         )
-        self.reception = Reception(self.intake, self.scheduler, self.runner, self.link, self.book, self.metrics)
+        self.reception = Reception(
+            self.intake, self.scheduler, self.runner, self.link, self.book, self.metrics, settings
+        )
         self.scheduler.exits = self.reception
-        self.consumer = JobsConsumer(settings, self.book, self.reception, self.link)
+        self.scheduler.on_load = self._loaded
+        self.cancels = CancelReader(settings.kafka, self.reception.cancel)
+        self.consumer = JobsConsumer(
+            settings, self.book, self.reception, self.link, topics=names.consumed_topics(settings.pool)
+        )
+        self.consumer.recall = self.reception.copies.recall
         self.health = HealthServer(settings, self, self.metrics)
         self.draining = False
+        self._serving = False
         self._stop = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
@@ -74,6 +85,7 @@ class Worker:
 
     async def start(self) -> None:
         """Raises what a part refuses (topics, engine, broker, address); nothing is left running then."""
+        self._warn_of_defaults()
         try:
             await self.health.start()
             log.info("listening url=%s", self.health.url)
@@ -84,6 +96,9 @@ class Worker:
             engine = self.settings.engine
             self.scheduler.start(capacity, engine.overfill, engine.reserve)
             self._following = asyncio.create_task(self.tenants.follow(), name="tenants")
+            self.reception.copies.start()
+            await self.reception.deferral.start()
+            await self.cancels.start()  # a job that was cancelled must not run in the meantime (R13)
             await self.consumer.start()
         except BaseException:
             await self.stop(drain_s=0.0)
@@ -91,6 +106,16 @@ class Worker:
         log.info(
             "ready model=%s kv_tokens=%d max_num_seqs=%d", capacity.model, capacity.kv_tokens, capacity.max_num_seqs
         )
+
+    def _warn_of_defaults(self) -> None:
+        """What suits a developer's machine and nobody else's."""
+        settings = self.settings
+        if settings.kafka.bootstrap.startswith(("127.", "localhost", "[::1]")):
+            return
+        if settings.cache_secret == Settings.model_fields["cache_secret"].default:
+            log.warning("HEADRACE_CACHE_SECRET is the development default: set a secret of your own")
+        if settings.tenants_file is None:
+            log.warning("HEADRACE_TENANTS_FILE is not set: only the development tenants are known")
 
     async def run(self, on_ready: Callable[[Worker], None] | None = None) -> None:
         """Serves until SIGTERM or SIGINT, then drains. Raises EngineGone when the engine is beyond repair."""
@@ -106,6 +131,7 @@ class Worker:
                 await asyncio.gather(starting, return_exceptions=True)
                 return
             await starting
+            self._serving = True
             if on_ready is not None:
                 on_ready(self)
             await asked
@@ -124,6 +150,7 @@ class Worker:
         if left:
             log.warning("drain time is over running=%d: they are given back and run elsewhere", left)
         await self._part("scheduler", self.scheduler.stop())
+        await self._part("cancels", self.cancels.stop())
         await self._part("intake", self.reception.stop())
         await self._part("link", self.link.flush(PART_STOP_S / 3))
         await self._part("consumer", self.consumer.stop(clean=True))
@@ -164,13 +191,20 @@ class Worker:
         if self.link.unacknowledged > 2 * limit:  # R10: the reply side does not drain; the work is given back
             self.scheduler.interrupt()
 
+    def _loaded(self, heavy: bool) -> None:
+        """The bodies that wait have passed their bound, or are half below it again: reading follows."""
+        if heavy:
+            self.consumer.pause_all("memory")
+        else:
+            self.consumer.resume_all("memory")
+
     def _engine_changed(self, state: EngineState) -> None:
         if state is EngineState.READY:
             self.scheduler.resize(self.engine.capacity, self.settings.engine.overfill, self.settings.engine.reserve)
             self.scheduler.unhold("engine")
             return
         self.scheduler.hold("engine")
-        if state is EngineState.CLOSED and not self.draining:
+        if state is EngineState.CLOSED and self._serving and not self.draining:  # a failed start tells by itself
             self._failure = EngineGone(f"the engine could not be rebuilt: {self.engine.reason}")
             self._asked_to_stop()
 
@@ -190,7 +224,7 @@ class Worker:
 
     def readings(self) -> Readings:
         stats = self.engine.stats()
-        committer = self.consumer.committer
+        committer = self.consumer.committer if self.consumer.joined else None
         return Readings(
             running=self.scheduler.running,
             waiting=self.scheduler.queued,
@@ -201,11 +235,13 @@ class Worker:
             kv_usage=stats.kv_usage,
             step_age=time.monotonic() - stats.last_step if stats.last_step else 0.0,
             rebuilds=self.engine.rebuilds,
+            received=self.consumer.received,
+            timed=self.reception.deferral.timed,
             partitions={key: (s.next - s.watermark, s.live) for key, s in self.book.standings().items()},
-            commits=committer.commits,
-            commit_failures=committer.failures,
+            commits=committer.commits if committer else 0,
+            commit_failures=committer.failures if committer else 0,
             rebalances=self.consumer.rebalances,
-            lease_left=max(0.0, committer.lease_until - time.monotonic()),
+            lease_left=max(0.0, committer.lease_until - time.monotonic()) if committer else 0.0,
             delivery_up=self.link.up,
             delivery_restarts=self.link.restarts,
         )

@@ -119,10 +119,22 @@ class Dead(Frame, tag="dead", kw_only=True):
     at: float
 
 
+class Answer(Frame, kw_only=True):
+    """The terminal event of the first copy of a job, for a further copy of it (R7), and what its status record says."""
+
+    event: bytes  # as it goes out
+    attempt: str  # of the first copy, as `seq` is
+    seq: int
+    usage: dict[str, Any] | None = None
+    code: str | None = None
+    output: dict[str, Any] | None = None
+
+
 class End(Frame, tag="end", kw_only=True):
     """The attempt's end. `kind`: completed, failed, cancelled, expired, or abandoned (not a terminal).
 
     `undeliverable` is the link's own answer to `Vanished`: no event, a dead letter and a status record.
+    `repeat`: the end of a further record of a job, whose own end another status record tells (R7).
     """
 
     stream: int
@@ -131,6 +143,8 @@ class End(Frame, tag="end", kw_only=True):
     timing: Timing
     error: Error | None = None
     dead: Dead | None = None  # written and acknowledged before the terminal event
+    answer: Answer | None = None  # goes out instead of an event of this attempt
+    repeat: bool = False
 
 
 class Waiting(Frame, tag="w", kw_only=True):

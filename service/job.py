@@ -74,6 +74,7 @@ class Job:
     not_before: float | None = None
     conversation: str | None = None
     starts: int = 0  # unclean starts before this one (R11)
+    fetched: int = 0  # bytes of a claim-checked input
 
     @property
     def place(self) -> Place:
@@ -82,6 +83,11 @@ class Job:
     @property
     def origin(self) -> Place:
         return Place.parse(self.head.origin)
+
+    @property
+    def size(self) -> int:
+        """Bytes it keeps in memory, about."""
+        return len(self.record.value or b"") + self.fetched
 
     @property
     def tenant(self) -> str:

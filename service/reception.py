@@ -9,16 +9,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 
-from schemas.errors import ErrorCode, Refusal
+from schemas.errors import Cancelled, ErrorCode, Refusal
+from service.cancels import Cancels, Wish
+from service.deferred import Deferral, Relay
 from service.delivery.link import Link
-from service.frames import Dead, Ended, Head, Timing, Usage
+from service.frames import Answer, Dead, Ended, Head, Timing, Usage
+from service.identity.archive import Archive
+from service.identity.copies import Copies
+from service.identity.identities import Arrival
 from service.intake.intake import Intake
-from service.intake.verdict import Lookup, Refused, Undeliverable, Verdict
+from service.intake.verdict import Early, Lookup, Refused, Undeliverable, Verdict
 from service.job import Job, Place, Record, Ticket
 from service.ledger.book import Book
 from service.runner import Runner, error_of
 from service.scheduler.scheduler import Entry, Scheduler
+from service.settings import Settings
 from service.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -27,10 +34,17 @@ TERMINAL = frozenset({"completed", "failed", "cancelled", "expired", "dead", "un
 
 
 class Reception:
-    """Admits records, refuses jobs, completes offsets."""
+    """Admits records, refuses jobs, completes offsets. `copies` sees every judged record first and calls back (R7)."""
 
     def __init__(
-        self, intake: Intake, scheduler: Scheduler, runner: Runner, link: Link, book: Book, metrics: Metrics
+        self,
+        intake: Intake,
+        scheduler: Scheduler,
+        runner: Runner,
+        link: Link,
+        book: Book,
+        metrics: Metrics,
+        settings: Settings,
     ) -> None:
         self._intake = intake
         self._scheduler = scheduler
@@ -39,11 +53,19 @@ class Reception:
         self._book = book
         self._metrics = metrics
         self._lookups: set[asyncio.Task[None]] = set()
+        self._cancels = Cancels()
+        self._most_unacknowledged = settings.delivery.max_unacknowledged_bytes
+        self.copies = Copies(settings, self, book.owns, metrics.duplicate)
+        self.deferral = Deferral(
+            settings, book, Relay(settings), Archive(settings.kafka), self.admit, self._cancels.hit, metrics.deferred
+        )
 
     # -- records in
 
     def admit(self, record: Record, ticket: Ticket) -> None:
-        self._settle(self._intake.read(record, ticket))
+        record = self.deferral.original(record)
+        if not self.deferral.keeps(record, ticket):
+            self._settle(self._intake.read(record, ticket))
 
     def poison(self, record: Record, ticket: Ticket, message: str) -> None:
         """A record on which our own code raised: kept whole, so that nothing is lost."""
@@ -53,11 +75,20 @@ class Reception:
         self._link.dead(dead)
         self._metrics.dead_letter(dead.code)
 
-    def _settle(self, verdict: Verdict | Lookup) -> None:
+    def _settle(self, verdict: Verdict | Early | Lookup) -> None:
         if isinstance(verdict, Job):
-            self._scheduler.put(verdict)
+            job = verdict
+            if not self._defer(job.head, job.record, job.ticket, job.not_before, job.starts):
+                self.copies.admit(Arrival.of(job))
+        elif isinstance(verdict, Early):
+            lookup = verdict.lookup
+            if not self._defer(verdict.head, lookup.record, lookup.ticket, verdict.not_before, verdict.starts):
+                self._settle(lookup)
         elif isinstance(verdict, Refused):
-            self._end_unstarted(verdict.head, verdict.refusal, verdict.received, verdict.record)
+            refused = verdict
+            self.copies.admit(
+                Arrival(refused.head, refused.record, refused.ticket, refused.received, refusal=refused.refusal)
+            )
         elif isinstance(verdict, Undeliverable):
             self._dead(verdict.dead)
         else:
@@ -65,12 +96,78 @@ class Reception:
             self._lookups.add(task)
             task.add_done_callback(self._lookups.discard)
 
+    def _defer(self, head: Head, record: Record, ticket: Ticket, not_before: float | None, starts: int) -> bool:
+        """Whether the job's time is so far ahead that it waits on `deferred` (R12)."""
+        if not self.deferral.put(head, record, ticket, not_before, starts):
+            return False
+        if head.progress:
+            self._link.waiting(head, "not_before", time.time())
+        return True
+
     async def _look_up(self, lookup: Lookup) -> None:
         try:
-            self._settle(await lookup.finish())
+            verdict = await lookup.finish()
+            if self._book.owns(lookup.ticket):  # else its partition went to another worker in the meantime
+                self._settle(verdict)
         except Exception as problem:
+            if not self._book.owns(lookup.ticket):
+                return
             log.exception("intake failed place=%s", lookup.record.place)
             self.poison(lookup.record, lookup.ticket, f"intake failed on this record: {type(problem).__name__}")
+
+    # -- the doors of `copies`
+
+    def go_on(self, arrival: Arrival) -> None:
+        job = arrival.job
+        if job is None:
+            assert arrival.refusal is not None
+            self._end_unstarted(arrival.head, arrival.refusal, arrival.received, arrival.record)
+        elif self.is_cancelled(arrival):
+            self._metrics.cancel("admission")
+            self._end_unstarted(arrival.head, Cancelled(), arrival.received, arrival.record)
+        else:
+            self._scheduler.put(job)
+
+    def answer(self, arrival: Arrival, kind: str, answer: Answer) -> None:
+        stream = self._link.open(arrival.head, announce=False, prompt_tokens=0, record=arrival.record)
+        stream.end(kind, Usage(), Timing(received=arrival.received, ended=time.time()), answer=answer, repeat=True)
+
+    def turn_away(self, arrival: Arrival, refusal: Refusal) -> None:
+        if isinstance(refusal, Cancelled):
+            self._metrics.cancel("waiting")
+        self._end_unstarted(arrival.head, refusal, arrival.received, arrival.record, repeat=True)
+
+    def drop(self, arrival: Arrival) -> None:
+        self._book.complete(arrival.ticket)
+
+    def is_cancelled(self, arrival: Arrival) -> bool:
+        head = arrival.head
+        return self._cancels.hit(head.tenant, head.job_id, head.run, round(head.broker_time * 1000))
+
+    def has_room(self) -> bool:
+        return self._link.unacknowledged <= self._most_unacknowledged
+
+    def withdraw(self, place: Place) -> bool:
+        return bool(self._scheduler.take({place}))
+
+    # -- cancels
+
+    def cancel(self, wishes: Sequence[Wish]) -> None:
+        """Cancels that were read (R13). Who ends by one is decided here and now, before anything goes to delivery."""
+        for wish in wishes:
+            self._cancels.add(wish)
+        self.deferral.cancel(wishes)
+        hit = {a.place: a for wish in wishes for a in self.copies.cancel(wish.tenant, wish.job_id, wish.run)}
+        if not hit:
+            return
+        for job in self._scheduler.take(hit.keys()):
+            self._metrics.cancel("waiting")
+            self.refuse(job, Cancelled())
+            del hit[job.place]
+        for place in hit:
+            entry = self._scheduler.begun(place)
+            if entry is not None and self._runner.cancel(entry):
+                self._metrics.cancel("running")
 
     # -- the scheduler's exits
 
@@ -83,12 +180,14 @@ class Reception:
     def waiting(self, job: Job, reason: str, since: float) -> None:
         self._link.waiting(job.head, reason, since)
 
-    def _end_unstarted(self, head: Head, refusal: Refusal, received: float, record: Record) -> None:
+    def _end_unstarted(
+        self, head: Head, refusal: Refusal, received: float, record: Record, *, repeat: bool = False
+    ) -> None:
         """One event and nothing else: the attempt exists only to number it."""
         timing = Timing(received=received, ended=time.time())
         error = error_of(refusal)
         stream = self._link.open(head, announce=False, prompt_tokens=0, record=record)
-        stream.end(refusal.terminal, Usage(), timing, error)
+        stream.end(refusal.terminal, Usage(), timing, error, repeat=repeat)
         self._metrics.attempt(head, refusal.terminal, Usage(), timing, error)
 
     # -- completion
@@ -98,9 +197,11 @@ class Reception:
         if ended.kind not in TERMINAL:
             return
         place = Place(ended.topic, ended.partition, ended.offset)
-        if self._book.complete(Ticket(place, ended.epoch), ended.status_offset):
-            self._scheduler.release(place, stop=ended.kind == "undeliverable")
+        ticket = Ticket(place, ended.epoch)
+        self._book.complete(ticket, ended.status_offset)
+        self._scheduler.release(ticket, stop=ended.kind == "undeliverable")
         self._metrics.ended(ended)
+        self.copies.ended(ended)
 
     # -- partitions out
 
@@ -111,8 +212,12 @@ class Reception:
         stopped = self._scheduler.abandon(lambda job: (job.place.topic, job.place.partition) in lost)
         if stopped:
             log.info("abandoned running=%d partitions=%d", len(stopped), len(lost))
+        self.copies.abandon(lost)
+        self.deferral.abandon(lost)
 
     async def stop(self) -> None:
+        await self.deferral.stop()
+        await self.copies.stop()
         for task in list(self._lookups):
             task.cancel()
         await asyncio.gather(*self._lookups, return_exceptions=True)

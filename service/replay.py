@@ -17,21 +17,18 @@ from aiokafka.errors import (
     KafkaError,
     MessageSizeTooLargeError,
     TopicAuthorizationFailedError,
+    UnknownTopicOrPartitionError,
 )
 
 from schemas.names import DEAD_LETTERS
 from service.dead_letters import Note, NotReplayable, Replay
 from service.job import Place
-from service.topics import COPY_BYTES, MAX_JOB_BYTES
+from service.topics import COPY_BYTES, MAX_JOB_BYTES, BrokerUnreachable
 
 T = TypeVar("T")
 
 START_S = 5.0  # a broker that has not answered by then counts as not reachable
 SEND_S = 15.0  # one record, its retries included
-
-
-class Unanswered(Exception):
-    """The broker does not answer."""
 
 
 class Replayer:
@@ -42,7 +39,7 @@ class Replayer:
         self._producer: AIOKafkaProducer | None = None
 
     async def __aenter__(self) -> Self:
-        """Raises Unanswered."""
+        """Raises BrokerUnreachable."""
         self._producer = AIOKafkaProducer(
             bootstrap_servers=self._bootstrap,
             client_id="headrace-replay",
@@ -64,7 +61,7 @@ class Replayer:
         await self._stop()
 
     async def send(self, replay: Replay, letter_key: bytes | None) -> Note:
-        """Returns once record and note are acknowledged. Raises NotReplayable, Unanswered."""
+        """Returns once record and note are acknowledged. Raises NotReplayable, BrokerUnreachable."""
         assert self._producer is not None, "use it as an async context manager"
         numbers = await self._answered(self._producer.partitions_for(replay.topic), SEND_S)
         if replay.partition not in (numbers or ()):
@@ -102,12 +99,12 @@ class Replayer:
             return await asyncio.wait_for(question, seconds)
         except MessageSizeTooLargeError:
             raise
-        except TopicAuthorizationFailedError as error:
-            raise NotReplayable(
-                f"may not be published: no right to write to {error.args[0] if error.args else 'it'}"
-            ) from None
+        except TopicAuthorizationFailedError:
+            raise NotReplayable("may not be replayed with these rights: writing to its topic is refused") from None
+        except UnknownTopicOrPartitionError:
+            raise NotReplayable("came from a topic that is gone; publish the job anew") from None
         except (KafkaError, TimeoutError, OSError):
-            raise Unanswered(f"no Kafka broker answers at {self._bootstrap}") from None
+            raise BrokerUnreachable(f"no Kafka broker answers at {self._bootstrap}") from None
 
     async def _stop(self) -> None:
         producer, self._producer = self._producer, None

@@ -13,10 +13,10 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Protocol, cast
 
-from schemas.errors import ErrorCode, Expired, Refusal
+from schemas.errors import Cancelled, ErrorCode, Expired, Refusal
 from service.engine.protocol import Engine, EngineFault, EngineLost, Finished, Output, Overloaded, Prepared
 from service.frames import Dead, Delta, Error, Head, Timing, Usage
-from service.job import Job, Record
+from service.job import Job, Place, Record
 from service.ledger.book import Book
 from service.scheduler.scheduler import Entry, Scheduler
 from service.telemetry.metrics import Metrics
@@ -27,6 +27,10 @@ log = logging.getLogger(__name__)
 MAX_ATTEMPTS = 4
 # Back-off before attempt k + 1: 0.2 s x 4^(k-1), i.e. 0.2, 0.8, 3.2 s, each times 0.5 to 1.5 to spread jobs out.
 BACKOFF_S, BACKOFF_FACTOR = 0.2, 4.0
+# A cancelled attempt that has not ended by itself after this is taken from the engine (its place is free in 1 s: R13).
+CANCEL_S = 0.5
+# An attempt ends by itself at its deadline; what is between attempts is ended so much later (tolerance 2 s: R14).
+LATE_S = 1.0
 
 
 class Stream(Protocol):
@@ -64,14 +68,67 @@ class Runner:
         self._book = book
         self._metrics = metrics
         self._commit = commit  # stores what the book was told so far
+        self._attempts: dict[Place, _Attempt] = {}  # in the engine
+        self._cancels: set[asyncio.Task[None]] = set()
+
+    def cancel(self, entry: Entry) -> bool:
+        """Ends a job that has begun `cancelled`, with what there is of it. False: how it ends is decided already."""
+        task = entry.task
+        if task is None or task.done() or entry.gone or entry.cancelled:
+            return False
+        entry.cancelled = True
+        stopping = asyncio.create_task(self._stop(task, entry.job.place))
+        self._cancels.add(stopping)
+        stopping.add_done_callback(self._cancels.discard)
+        return True
+
+    async def _stop(self, task: asyncio.Task[None], place: Place) -> None:
+        """The job's task has had its first turn when this gets one: cancelled before that, it would end in silence."""
+        attempt = self._attempts.get(place)
+        if attempt is not None:
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(CANCEL_S):
+                    await self._engine.cancel(attempt.request)
+                    await asyncio.wait({task})
+        if not task.done():
+            task.cancel()
 
     async def run(self, entry: Entry) -> None:
         """Returns when the job's terminal event is handed to delivery, or when it was given back to the scheduler."""
+        timer = asyncio.timeout(None if entry.job.deadline is None else entry.job.deadline - time.time() + LATE_S)
+        try:
+            async with timer:
+                await self._run(entry)
+        except TimeoutError:
+            if not timer.expired():
+                raise
+            self._end_between(entry, Expired())
+        except asyncio.CancelledError:  # an attempt that was under way has ended by now
+            if entry.gone or not (entry.cancelled or entry.interrupted):
+                raise
+            if entry.cancelled:
+                self._end_between(entry, Cancelled())
+            else:
+                self._scheduler.requeue(entry)
+
+    def _end_between(self, entry: Entry, refusal: Refusal) -> None:
+        """Ends a job that has its place at the engine and no attempt under way."""
+        job, prepared = entry.job, entry.prepared
+        assert prepared is not None
+        stream = self._delivery.open(
+            job.head, announce=False, prompt_tokens=0, number=entry.attempt + 1, record=job.record
+        )
+        _Attempt(job, entry, stream, prepared, self._metrics).fail(refusal)
+
+    async def _run(self, entry: Entry) -> None:
         job, prepared = entry.job, entry.prepared
         assert prepared is not None
         self._book.start(job.ticket)
         if self._book.careful(job.ticket):  # it may be what killed its last worker: its start is counted first (R11)
-            await self._commit()
+            while not await self._commit():  # a rebalance or an outage is under way
+                if not self._book.owns(job.ticket):
+                    return
+                await asyncio.sleep(BACKOFF_S)
             if not self._book.owns(job.ticket):
                 return
         while True:
@@ -83,17 +140,21 @@ class Runner:
                 number=entry.attempt,
                 record=job.record,
             )
-            attempt = _Attempt(job, entry, stream, prepared, self._metrics)
+            attempt = self._attempts[job.place] = _Attempt(job, entry, stream, prepared, self._metrics)
             try:
-                await attempt.run(self._engine)
-                self._scheduler.learn(job, attempt.usage.completion, prepared.n)
+                if await attempt.run(self._engine):
+                    self._scheduler.learn(job, attempt.usage.completion, prepared.n)
                 return
             except (EngineFault, EngineLost, Overloaded) as fault:
                 lost = isinstance(fault, EngineLost)
                 if lost:
                     self._book.crashed(job.ticket)
-                if entry.attempt >= MAX_ATTEMPTS:
-                    attempt.fail(Refusal(ErrorCode.ENGINE_FAILED, _engine_failed(entry.attempt)), dead=True)
+                if entry.cancelled:
+                    attempt.end(Cancelled.terminal)
+                    return
+                entry.faults += 1
+                if entry.faults >= MAX_ATTEMPTS:
+                    attempt.fail(Refusal(ErrorCode.ENGINE_FAILED, _engine_failed(entry.faults)), dead=True)
                     return
                 attempt.end("abandoned")
                 log.warning(
@@ -107,23 +168,22 @@ class Runner:
                     self._scheduler.requeue(entry)
                     return
             except asyncio.CancelledError:
+                if entry.cancelled and not entry.gone:
+                    attempt.end(Cancelled.terminal)
+                    return
                 attempt.end("abandoned")
-                if not entry.interrupted:
-                    raise
-                self._scheduler.requeue(entry)
-                return
+                raise
             except Exception:
                 log.exception("attempt broke job=%s tenant=%s", job.head.job_id, job.tenant)
                 attempt.fail(Refusal(ErrorCode.INTERNAL, "the worker failed on this job; its log says why"), dead=True)
                 return
-            await asyncio.sleep(BACKOFF_S * BACKOFF_FACTOR ** (entry.attempt - 1) * random.uniform(0.5, 1.5))
+            finally:
+                del self._attempts[job.place]
+            await asyncio.sleep(BACKOFF_S * BACKOFF_FACTOR ** (entry.faults - 1) * random.uniform(0.5, 1.5))
             try:
                 prepared = entry.prepared = await self._engine.prepare(job)  # an engine input is used once
             except Refusal as refusal:
-                stream = self._delivery.open(
-                    job.head, announce=False, prompt_tokens=0, number=entry.attempt + 1, record=job.record
-                )
-                _Attempt(job, entry, stream, prepared, self._metrics).fail(refusal)
+                self._end_between(entry, refusal)
                 return
             except EngineLost:
                 self._scheduler.requeue(entry)
@@ -139,24 +199,32 @@ class _Attempt:
         self._stream = stream
         self._prepared = prepared
         self._metrics = metrics
+        self.request = stream.attempt  # its name in the engine; the stream's may change (R8)
+        self._choices = prepared.n  # not ended
         self._submitted = time.time()
         self._first: float | None = None
         self._last: float | None = None
         self._scheduled: float | None = None
         self.usage = Usage(prompt=prepared.prompt_tokens)
 
-    async def run(self, engine: Engine) -> None:
+    async def run(self, engine: Engine) -> bool:
+        """True: it ended well."""
         job = self._job
-        left = None if job.deadline is None else job.deadline - time.time()
+        timer = asyncio.timeout(None if job.deadline is None else job.deadline - time.time())
         try:
-            async with asyncio.timeout(left):
+            async with timer:
                 await self._consume(engine)
         except TimeoutError:
+            if not timer.expired():
+                raise
             self.end(Expired.terminal)
         except Refusal as refusal:
             self.fail(refusal)
         else:
-            self.end("completed")
+            stopped = self._entry.cancelled and self._choices > 0
+            self.end(Cancelled.terminal if stopped else "completed")
+            return not stopped
+        return False
 
     async def _consume(self, engine: Engine) -> None:
         send, usage = self._stream.send, self.usage
@@ -176,6 +244,8 @@ class _Attempt:
                     self._first = time.time()
                 for delta in output:
                     usage.completion += delta.tokens
+                    if delta.finish_reason is not None:
+                        self._choices -= 1
                 send(output)
 
     def fail(self, refusal: Refusal, dead: bool = False) -> None:
@@ -203,7 +273,7 @@ class _Attempt:
 
 
 def error_of(refusal: Refusal) -> Error | None:
-    if refusal.terminal == Expired.terminal:
+    if refusal.terminal != Refusal.terminal:  # expired, cancelled
         return None
     return Error(refusal.code, refusal.message, refusal.retriable)
 

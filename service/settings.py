@@ -83,6 +83,13 @@ class LedgerSettings(BaseModel):
     max_unfinished: int = 900  # upper bound of HIGH per partition (R3)
 
 
+class DuplicatesSettings(BaseModel):
+    """How far back a further copy of a job is recognised (R7)."""
+
+    window_s: float = 3600.0  # after the end of the first; later ones run again
+    window_jobs: int = 200_000  # ended jobs remembered, 30 bytes each
+
+
 class TelemetrySettings(BaseModel):
     otlp_endpoint: str = ""  # e.g. http://127.0.0.1:4318; empty = no export
     service_name: str = "headrace-worker"
@@ -114,4 +121,5 @@ class Settings(BaseSettings):
     engine: EngineSettings = Field(default_factory=EngineSettings)
     delivery: DeliverySettings = Field(default_factory=DeliverySettings)
     ledger: LedgerSettings = Field(default_factory=LedgerSettings)
+    duplicates: DuplicatesSettings = Field(default_factory=DuplicatesSettings)
     telemetry: TelemetrySettings = Field(default_factory=TelemetrySettings)

@@ -8,7 +8,10 @@ import sys
 import typer
 
 # One module a command (or group); each has `register(app)`. Imported when the command line is built.
-COMMANDS = ("demo", "stack", "topics", "worker", "submit", "tail", "job", "dead_letters", "schema", "bench")
+COMMANDS = (
+    *("demo", "stack", "topics", "worker", "submit", "tail", "job", "cancel", "dead_letters", "reconcile"),
+    *("schema", "bench"),
+)
 
 
 def build() -> typer.Typer:

@@ -24,7 +24,8 @@ from service.cli import session
 from service.cli.dead_letter_topic import SLACK_S, Survey, look_up, notes_on, survey
 from service.cli.topic_log import TopicLog
 from service.dead_letters import Filter, Letter, Note, NotReplayable, Replay, Spot, as_json, replay, text_of
-from service.replay import Replayer, Unanswered
+from service.replay import Replayer
+from service.topics import BrokerUnreachable
 
 # Replays on their way at a time: each holds its record, 1 MiB at most.
 AT_ONCE = 64
@@ -116,6 +117,8 @@ def show(
             _print_json(as_json(one, notes.get(spot), whole=True, content=value))
         else:
             Console(highlight=False).print(picture(one, notes.get(spot), content=value))
+            if value:
+                typer.echo(text_of(one.value) or "")
         return 0
 
     session.run(main())
@@ -165,7 +168,7 @@ def replay_(
         if json:
             _print_json(done.as_json())
         else:
-            done.show(Console(highlight=False))
+            done.show(Console(highlight=False, soft_wrap=True))
         return session.FAILED if done.refused or done.missing else 0
 
     session.run(main(), left="left; what was published stays published: headrace dead-letters list")
@@ -289,14 +292,14 @@ async def _publish(bootstrap: str, letters: Sequence[Letter], notes: Mapping[Spo
             sent = await asyncio.gather(
                 *(replayer.send(record, letter.key) for letter, record in ready), return_exceptions=True
             )
-    except Unanswered as problem:
+    except BrokerUnreachable as problem:
         raise Unreachable(str(problem)) from None
     for (letter, record), result in zip(ready, sent, strict=True):
         if isinstance(result, Note):
             done.replayed.append((record, result))
         elif isinstance(result, NotReplayable):
             done.refused.append((letter.spot, str(result)))
-        elif isinstance(result, Unanswered):
+        elif isinstance(result, BrokerUnreachable):
             done.refused.append((letter.spot, f"may or may not have been replayed: {result}"))
         else:
             raise result
@@ -313,7 +316,7 @@ def table(letters: Sequence[Letter], notes: Mapping[Spot, Note], width: int) -> 
         made.add_column(title, overflow="fold", no_wrap=title != "job")
     for letter in letters:
         note = notes.get(letter.spot)
-        row = [
+        row: list[Text | str] = [
             str(letter.spot),
             f"{datetime.fromtimestamp(letter.at_ms / 1000, UTC).astimezone():%m-%d %H:%M:%S}",
             Text(letter.code or "?"),
@@ -342,7 +345,7 @@ def picture(letter: Letter, note: Note | None, *, content: bool) -> Table:
     made.add_row("key", Text(text_of(letter.key) or "-"))
     for name, value in told["headers"]:
         made.add_row("header", Text(f"{name}: {value}"))
-    made.add_row("value", Text(told["value"] or "") if content else f"{letter.size} bytes (--value shows them)")
+    made.add_row("value", f"{letter.size} bytes" + ("" if content else " (--value shows them)"))
     return made
 
 

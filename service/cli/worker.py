@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from typing import Annotated
@@ -34,7 +35,13 @@ def worker(
         if engine not in ("vllm", "simulated"):
             raise typer.BadParameter("must be vllm or simulated", param_hint="--engine")
         settings.engine.kind = engine  # type: ignore[assignment]
-    raise typer.Exit(serve(settings, announce_json=json))
+    code = serve(settings, announce_json=json)
+    # Not by way of the interpreter's end: it would wait for threads that hang (a dead engine's, a store's), and the
+    # worker has stopped all the same.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def load(**overrides: object) -> Settings:
@@ -43,9 +50,10 @@ def load(**overrides: object) -> Settings:
     from infra.progress import Quiet
     from infra.stack import Stack
 
-    with contextlib.suppress(StackError):  # no stack here: the environment or the defaults say where things are
-        for name, value in Stack(show=Quiet()).environment().items():
-            os.environ.setdefault(name, value)
+    if "HEADRACE_KAFKA__BOOTSTRAP" not in os.environ:  # a named broker has a store and a registry of its own
+        with contextlib.suppress(StackError):  # no stack here: the defaults say where things are
+            for name, value in Stack(show=Quiet()).environment().items():
+                os.environ.setdefault(name, value)
     try:
         return Settings(**{k: v for k, v in overrides.items() if v is not None})  # type: ignore[arg-type]
     except ValidationError as problem:
@@ -58,12 +66,15 @@ def load(**overrides: object) -> Settings:
 def serve(settings: Settings, *, announce_json: bool) -> int:
     """Runs the worker on uvloop; returns the exit code."""
     import uvloop
+    from aiokafka.errors import KafkaError
 
+    from consumers.cancels import CancelsUnread
     from service.app import EngineGone, Worker
     from service.delivery.link import DeliveryDown
     from service.delivery.lock import NameTaken
     from service.engine.protocol import StartFailure
     from service.telemetry import logs
+    from service.tenants import RegistryError
     from service.topics import BrokerUnreachable, TopicsRefused
 
     logs.configure(settings)
@@ -79,7 +90,10 @@ def serve(settings: Settings, *, announce_json: bool) -> int:
 
     try:
         uvloop.run(main())
-    except (StartFailure, TopicsRefused, BrokerUnreachable, DeliveryDown, NameTaken, EngineGone, OSError) as problem:
+    except (BrokerUnreachable, CancelsUnread, KafkaError, DeliveryDown) as problem:
+        typer.echo(f"headrace worker: {problem}", err=True)
+        return 3
+    except (StartFailure, TopicsRefused, RegistryError, NameTaken, EngineGone, OSError, ValueError) as problem:
         typer.echo(f"headrace worker: {problem}", err=True)
         return 1
     return 0

@@ -44,7 +44,9 @@ class Blobs:
     def key(self, head: Head, attempt: str, at: float) -> str:
         """The attempt in the key replaces the conditional write that the client lacks: the terminal event names one."""
         day = time.strftime("%Y/%m/%d", time.gmtime(at))
-        return f"{self._settings.prefix}/{head.tenant}/{day}/{head.job_id}/{attempt}/output.json"
+        dots = not head.job_id.strip(".")  # an id of dots alone is no path segment
+        job_id = f"dots-{len(head.job_id)}" if dots else head.job_id
+        return f"{self._settings.prefix}/{head.tenant}/{day}/{job_id}/{attempt}/output.json"
 
     async def put(self, head: Head, attempt: str, data: bytes) -> tuple[dict[str, Any], StoreSummary]:
         """Raises service.store.StoreUnavailable after the store's deadline."""

@@ -326,6 +326,7 @@ class Core:
                 usage=end.usage if end is not None else Usage(prompt=attempt.opened.prompt_tokens),
                 timing=end.timing if end is not None else Timing(attempt.opened.at, ended=time.time()),
                 error=Error(ErrorCode.INTERNAL, "the output cannot be written; the worker's log says why"),
+                repeat=end is not None and end.repeat,
             ),
         )
 

@@ -115,6 +115,9 @@ class Endings:
 
     def _conclude(self, attempt: Attempt, end: End) -> None:
         """Works out the terminal event's own fields; starts the upload if there is one."""
+        if end.answer is not None:  # it lies ready
+            attempt.output = end.answer.output
+            return
         kind = attempt.kind
         usage = usage_of(end.usage)
         timings = events.timings_of(end.timing, end.usage.completion)
@@ -148,7 +151,7 @@ class Endings:
     def _fail(self, attempt: Attempt, code: ErrorCode, message: str, retriable: bool = False) -> None:
         """Turns a completed attempt into a failed one."""
         assert attempt.end is not None
-        end = msgspec.structs.replace(attempt.end, kind="failed", error=Error(code, message, retriable))
+        end = msgspec.structs.replace(attempt.end, kind="failed", error=Error(code, message, retriable), answer=None)
         attempt.end, attempt.kind = end, end.kind
         self._conclude(attempt, end)
 
@@ -214,6 +217,8 @@ class Endings:
             return
         if attempt.kind == "abandoned":
             event = attempt.events.abandoned("the job will run again", wall)
+        elif end.answer is not None:
+            event = attempt.events.again(attempt.kind, end.answer)
         else:
             if attempt.dead_place is not None and "error" in attempt.fields:
                 attempt.fields["error"]["dead_letter"] = attempt.dead_place
@@ -261,17 +266,20 @@ class Endings:
         if attempt.kind == "abandoned":  # not the end of the job
             self._ended(attempt, None)
             return
+        answer = end.answer
         value = records.status(
             head,
             kind=attempt.kind,
-            attempt=attempt.opened.attempt,
-            usage=end.usage,
-            code=end.error.code if end.error is not None else None,
+            attempt=attempt.opened.attempt if answer is None else answer.attempt,
+            usage=usage_of(end.usage) if answer is None else answer.usage,
+            code=answer.code if answer is not None else end.error.code if end.error is not None else None,
             terminal=attempt.place or None,
             output=attempt.output,
             at=time.time(),
+            repeat=end.repeat,
         )
-        key = status_key(head.tenant, head.job_id, head.run)
+        # A key of its own: compaction must leave the record of the job's own end (R7).
+        key = head.origin.encode() if end.repeat else status_key(head.tenant, head.job_id, head.run)
         letter = Letter(value, key, [], done=lambda partition, offset: self._ended(attempt, offset))
         self._replies.put_status(letter, head.partition)
 
@@ -291,7 +299,7 @@ class Endings:
                 status_offset=status_offset,
                 bytes=attempt.bytes,
                 chunks=attempt.chunks,
-                stored=attempt.output is not None,
+                stored=attempt.stored is not None,
             )
         )
         sends = SendSummary(

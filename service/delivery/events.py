@@ -14,7 +14,7 @@ import orjson
 from schemas.names import CHAT, H_ATTEMPT, H_SEQ, H_TRACEPARENT, H_TYPE, SCHEMA_VERSION
 from service.delivery.chunks import Chunks
 from service.delivery.gather import split
-from service.frames import Delta, Head, Open, Timing
+from service.frames import Answer, Delta, Head, Open, Timing
 
 Headers = list[tuple[str, bytes]]
 Event = tuple[bytes, Headers]
@@ -125,6 +125,11 @@ class Events:
         if self._head.metadata:
             event["metadata"] = self._head.metadata
         return orjson.dumps(event), self._headers(kind.encode(), traced=True)
+
+    def again(self, kind: str, answer: Answer) -> Event:
+        """The terminal event of the job's first copy, under its own attempt and number (R7)."""
+        headers = [(H_TYPE, kind.encode()), (H_ATTEMPT, answer.attempt.encode()), (H_SEQ, str(answer.seq).encode())]
+        return answer.event, [*headers, self._trace]
 
     def abandoned(self, reason: str, at: float) -> Event:
         event = self._event("abandoned", at)

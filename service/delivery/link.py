@@ -305,6 +305,7 @@ class Link:
                 timing=former.timing if former else Timing(received=stream.at, ended=now),
                 error=Error(ErrorCode.REPLY_TOPIC_REFUSED, frame.message),
                 dead=dead,
+                repeat=former.repeat if former else False,
             )
         )
 
@@ -359,6 +360,7 @@ class Link:
 
     def _replay(self) -> None:
         """Everything that is not acknowledged, in the old order, under new attempts (R8)."""
+        self._handover.clear()  # what came while there was no process is part of it
         handover = self._handover
         handover.put(Lease(self._lease))
         if self._barrier is not None:

@@ -8,7 +8,6 @@ import orjson
 
 from schemas.names import H_ATTEMPTS, H_FAILED_AT, H_MESSAGE, H_ORIGIN, H_REASON, SCHEMA_VERSION
 from service.delivery.events import stamp
-from service.delivery.fold import usage_of
 from service.frames import Dead, Head, Timing, Usage
 
 _OURS = frozenset({H_ORIGIN, H_REASON, H_MESSAGE, H_ATTEMPTS, H_FAILED_AT})
@@ -19,34 +18,39 @@ def status(
     *,
     kind: str,
     attempt: str,
-    usage: Usage,
+    usage: dict[str, Any] | None,
     code: str | None,
     terminal: dict[str, Any] | None,
     output: dict[str, Any] | None,
     at: float,
+    repeat: bool = False,
 ) -> bytes:
-    return orjson.dumps(
-        {
-            "schema_version": SCHEMA_VERSION,
-            "tenant": head.tenant,
-            "job_id": head.job_id,
-            "run": head.run,
-            "kind": kind,
-            "attempt": attempt,
-            "origin": head.origin,
-            "digest": head.digest,
-            "usage": usage_of(usage),
-            "code": code,
-            "terminal": terminal,
-            "output": output,
-            "at": stamp(at),
-        }
-    )
+    """`usage` in OpenAI's form. `repeat`: of a further record of the job (R7)."""
+    value = {
+        "schema_version": SCHEMA_VERSION,
+        "tenant": head.tenant,
+        "job_id": head.job_id,
+        "run": head.run,
+        "kind": kind,
+        "attempt": attempt,
+        "origin": head.origin,
+        "digest": head.digest,
+        "usage": usage,
+        "code": code,
+        "terminal": terminal,
+        "output": output,
+        "at": stamp(at),
+    }
+    if repeat:
+        value["repeat"] = True
+    if (place := f"{head.topic}/{head.partition}/{head.offset}") != head.origin:
+        value["place"] = place
+    return orjson.dumps(value)
 
 
 def status_of_dead(dead: Dead, at: float) -> tuple[bytes, bytes]:
     """(key, value) for a record that is a dead letter alone. It may have no identity: its origin is the key."""
-    value = {
+    value: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "tenant": "",
         "job_id": "",
@@ -58,6 +62,8 @@ def status_of_dead(dead: Dead, at: float) -> tuple[bytes, bytes]:
         "code": dead.code,
         "at": stamp(at),
     }
+    if (place := f"{dead.topic}/{dead.partition}/{dead.offset}") != dead.origin:
+        value["place"] = place
     return dead.origin.encode(), orjson.dumps(value)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from service.delivery.gather import Gather
-from service.frames import Dead, Delta, Deltas, End, Error, Frame, Head, Open, Timing, Usage
+from service.frames import Answer, Dead, Delta, Deltas, End, Error, Frame, Head, Open, Timing, Usage
 from service.job import Record
 
 # Raw deltas kept before they are gathered into one a choice: 200 bytes a token against about 4.
@@ -93,12 +93,31 @@ class Stream:
         self._desk.deltas(self, deltas)
 
     def end(
-        self, kind: str, usage: Usage, timing: Timing, error: Error | None = None, dead: Dead | None = None
+        self,
+        kind: str,
+        usage: Usage,
+        timing: Timing,
+        error: Error | None = None,
+        dead: Dead | None = None,
+        *,
+        answer: Answer | None = None,
+        repeat: bool = False,
     ) -> None:
         """The attempt's end; a second call, or one after the stream was released, does nothing."""
         if self._ended is not None or not self.live:
             return
-        self.finish(End(stream=self.id, kind=kind, usage=usage, timing=timing, error=error, dead=dead))
+        self.finish(
+            End(
+                stream=self.id,
+                kind=kind,
+                usage=usage,
+                timing=timing,
+                error=error,
+                dead=dead,
+                answer=answer,
+                repeat=repeat,
+            )
+        )
 
     def finish(self, frame: End) -> None:
         """Ends the stream with this frame, even if it had another end before (R16)."""

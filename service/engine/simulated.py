@@ -1,16 +1,10 @@
 """An engine without weights: vLLM's timing, queueing and KV accounting in one timer callback. For tests and scale.
 
-Owns the timing model and a deterministic text per prompt. Never claims to be a model: its name is
+Owns the timing model. Never claims to be a model: its name is
 `simulated:<served name>` in every reply. A step takes `base + per_seq x running + per_prefill_token x tokens` seconds;
 steps follow each other on the engine's own clock, so a late event loop finds several tokens waiting, as with vLLM.
 
-Honoured of a body: `model`, `messages`/`prompt`, `max_tokens`, `max_completion_tokens`, `n`, `seed`. A choice ends
-with `length` at the asked number of tokens, or with `stop` after 128 when none was asked. A prompt has one token per
-four characters.
-
-Fault hooks, for tests, anywhere in the prompt; `:K` is the number of output tokens before it happens (default 1):
-`[[sim:fault:K]]` EngineFault for this job · `[[sim:lost:K]]` the engine dies · `[[sim:hang:K]]` the engine stops
-stepping and says nothing.
+What a job says, and the faults that tests may ask for, are in `script.py`.
 """
 
 from __future__ import annotations
@@ -19,17 +13,12 @@ import asyncio
 import contextlib
 import heapq
 import itertools
-import re
 import time
-import zlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
 
-from schemas.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
-from schemas.names import CHAT, COMPLETIONS
-from service.engine import pace
-from service.engine.bounds import MAX_N, queue_bound
+from service.engine import pace, script
+from service.engine.bounds import queue_bound
 from service.engine.protocol import (
     Capacity,
     EngineFault,
@@ -41,35 +30,14 @@ from service.engine.protocol import (
     Overloaded,
     Prepared,
 )
+from service.engine.script import Script
 from service.frames import Delta, Usage
 from service.job import Job
 from service.settings import Settings
 
 BLOCK = 16  # tokens per KV block
-CHARS_PER_TOKEN = 4
-DEFAULT_TOKENS = 128  # output of a job that asks for no number
 DEFAULT_CONTEXT = 8192  # tokens, when the settings name none
 CATCH_UP_STEPS = 32  # steps applied in one turn of a late loop, so that other callbacks get their turn
-
-# fmt: off
-WORDS = (
-    " the", " river", " runs", " below", " old", " mill", " and", " turns", " a", " wheel", " slow", " water", " over",
-    " stone", " gate", " lifts", " at", " dawn", " race", " carries", " leaves", " toward", " weir", " while",
-    " miller", " counts", " sacks", " of", " grain", " by", " lamp", " رود", " آب", " 🌊", " café", " señal",
-)
-# fmt: on
-
-_HOOK = re.compile(r"\[\[sim:(fault|lost|hang)(?::(\d+))?\]\]")
-
-
-@dataclass(slots=True)
-class _Plan:
-    """What `prepare` found out: the part of a request that does not change while it runs."""
-
-    origin: int  # where in WORDS the text starts
-    capped: bool  # max_tokens was given: ends with `length`
-    fault: str | None
-    fault_after: int
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +59,7 @@ class _Sequence:
 class _Request:
     attempt: str
     prepared: Prepared
-    plan: _Plan
+    script: Script
     priority: int
     arrival: float  # on the engine's clock
     sequences: list[_Sequence] = field(default_factory=list)
@@ -160,34 +128,7 @@ class SimulatedEngine:
     # ------------------------------------------------------------------ prepare
 
     async def prepare(self, job: Job) -> Prepared:
-        body = job.body
-        model = body.get("model", self._names[0])
-        if model not in self._names:
-            raise ModelNotFound(f"this pool serves {self._names[0]!r}; use that name or publish to another pool")
-        text = _prompt_text(job.head.endpoint, body)
-        if len(text) > self._settings.max_prompt_chars:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(text)} characters, the limit is {self._settings.max_prompt_chars}; shorten it"
-            )
-        tokens = max(1, len(text) // CHARS_PER_TOKEN)
-        if tokens >= self._context:
-            raise ContextLengthExceeded(
-                f"the prompt has {tokens} tokens, the model's context is {self._context}; shorten the prompt"
-            )
-        n = _positive(body, "n") or 1
-        if n > MAX_N:
-            raise InvalidRequest(f"n must be at most {MAX_N}, got {n}")
-        asked = _positive(body, "max_completion_tokens") or _positive(body, "max_tokens")
-        budget = min(asked or DEFAULT_TOKENS, self._context - tokens)
-        hook = _HOOK.search(text)
-        after = max(1, int(hook.group(2) or 1)) if hook else 0
-        plan = _Plan(
-            origin=zlib.crc32(text.encode("utf-8", "surrogatepass")) + int(body.get("seed") or 0),
-            capped=asked is not None or budget < DEFAULT_TOKENS,
-            fault=hook.group(1) if hook and after <= budget else None,
-            fault_after=after,
-        )
-        return Prepared(prompt_tokens=tokens, max_tokens=budget, n=n, request=plan)
+        return script.read(job.head.endpoint, job.body, self._names, self._context, self._settings.max_prompt_chars)
 
     # ------------------------------------------------------------------ run
 
@@ -245,10 +186,10 @@ class SimulatedEngine:
     # ------------------------------------------------------------------ requests in and out
 
     def _enter(self, job: Job, prepared: Prepared, attempt: str, priority: int) -> _Request:
-        plan: _Plan = prepared.request
+        told: Script = prepared.request
         now = time.monotonic()
-        request = _Request(attempt, prepared, plan, priority, now, open=prepared.n)
-        limit = plan.fault_after if plan.fault else prepared.max_tokens
+        request = _Request(attempt, prepared, told, priority, now, open=prepared.n)
+        limit = told.fault_after if told.fault else prepared.max_tokens
         every = pace.interval(job, self._settings.stream_interval)
         for index in range(prepared.n):
             # Choices after the first find the prompt in the prefix cache, but for its last token.
@@ -394,7 +335,7 @@ class SimulatedEngine:
             request = sequence.request
             if sequence.finished:
                 continue  # another choice of its job has failed in this very step
-            match request.plan.fault:
+            match request.script.fault:
                 case "fault":
                     request.error = EngineFault("a fault was asked for in the prompt (simulated engine)")
                     self._remove(request)
@@ -433,50 +374,9 @@ def _take(request: _Request) -> list[Delta]:
         if produced == sent:
             continue
         sequence.sent = produced
-        at = request.plan.origin + sequence.index * 7
-        count = len(WORDS)
-        text = (
-            WORDS[(at + sent) % count]
-            if produced - sent == 1
-            else "".join([WORDS[(at + i) % count] for i in range(sent, produced)])
-        )
+        text = request.script.text(sequence.index, sent, produced)
         delta = Delta(sequence.index, text, produced - sent)
         if sequence.finished and produced >= sequence.limit and not request.cancelled:
-            delta.finish_reason = "length" if request.plan.capped else "stop"
+            delta.finish_reason = "length" if request.script.capped else "stop"
         deltas.append(delta)
     return deltas
-
-
-def _prompt_text(endpoint: str, body: dict[str, Any]) -> str:
-    if endpoint == COMPLETIONS:
-        prompt = body.get("prompt")
-        if isinstance(prompt, str):
-            return prompt
-        if isinstance(prompt, list) and prompt and all(isinstance(t, int) for t in prompt):
-            return "x" * (CHARS_PER_TOKEN * len(prompt))
-        raise InvalidRequest("prompt: give one text or one list of token ids")
-    if endpoint != CHAT:
-        raise ModelNotFound(f"no model of this pool serves {endpoint}; use a pool that does")
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise InvalidRequest("messages: give at least one message")
-    parts: list[str] = []
-    for message in messages:
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, str):
-            parts.append(content)
-        elif isinstance(content, list):
-            for part in content:
-                if not isinstance(part, dict) or part.get("type") != "text":
-                    raise InvalidRequest("messages: this model takes text only")
-                parts.append(str(part.get("text", "")))
-    return "\n".join(parts)
-
-
-def _positive(body: dict[str, Any], name: str) -> int | None:
-    value = body.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidRequest(f"{name}: give a whole number of at least 1")
-    return value

@@ -165,13 +165,18 @@ class Supervisor:
             await self._clear_away()
             await asyncio.sleep(backoff(failures))
             self._become(EngineState.STARTING)
-            self._engine = self._factory()
             try:
+                self._engine = self._factory()
                 self._capacity = await self._engine.start()
-            except StartFailure as failure:
+            except Exception as failure:  # whatever it is: without a next try nobody would ever look again
                 failures += 1
-                self.reason = str(failure)
-                log.error("engine did not start attempt=%d reason=%s", failures, failure)
+                self.reason = str(failure) or type(failure).__name__
+                log.error(
+                    "engine did not start attempt=%d reason=%s",
+                    failures,
+                    self.reason,
+                    exc_info=not isinstance(failure, StartFailure),
+                )
                 continue
             self.rebuilds += 1
             log.warning("engine rebuilt count=%d", self.rebuilds)

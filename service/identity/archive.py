@@ -1,7 +1,7 @@
 """Reads single records by their place, without a group: what a copy of an ended job is answered from (R7).
 
-One consumer for all readings, made when the first is wanted. It asks for the partitions of everything that is wanted at
-the moment, each from its lowest wanted offset. Never raises for what is not there, and never waits longer than `READ_S`.
+One consumer for all readings, made when the first is wanted. It asks for the partitions of everything that is wanted
+at the moment, each from its lowest wanted offset. Never raises for what is not there, never waits longer than `READ_S`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,13 @@ READ_S = 10.0  # of one record; a broker that restarts is back by then
 POLL_MS = 100
 FETCH_BYTES = 65_536  # of one partition; a larger record comes all the same
 FAR = 200  # records: a wanted offset so far ahead is sought instead of read up to
+POSITION_S = 0.05  # known at once, but for a log that was cut
 RETRY_S = 0.5
 STOP_S = 2.0
+
+
+class Unread(Exception):
+    """A record could not be read in time; whether it is there is unknown."""
 
 
 class Archive:
@@ -47,10 +52,18 @@ class Archive:
             await asyncio.wait({self._task}, timeout=STOP_S)
         await self._close()
         for reading in self._all():
-            reading.tell(None)
+            reading.give_up()
 
     async def read(self, place: Place) -> bytes | None:
         """The value of the record at this place; None if there is none any more, or it cannot be read in time."""
+        try:
+            record = await self.record(place)
+        except Unread:
+            return None
+        return record.value if record is not None else None
+
+    async def record(self, place: Place) -> ConsumerRecord | None:
+        """The record at this place; None if there is none any more. Raises Unread."""
         reading = _Reading(asyncio.get_running_loop().create_future(), time.monotonic() + READ_S)
         offsets = self._wanted.setdefault(TopicPartition(place.topic, place.partition), {})
         offsets.setdefault(place.offset, []).append(reading)
@@ -68,12 +81,14 @@ class Archive:
                 self._turn_to(consumer)
                 for tp, records in (await consumer.getmany(timeout_ms=POLL_MS)).items():
                     self._match(consumer, tp, records)
-                self._miss(consumer)
+                await self._miss(consumer)
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                await self._begin_again(error)  # the client library cancels its futures when a connection goes away
             except Exception as error:
-                log.warning("records of ended jobs not read, tried again: %r", error)
-                await self._close()
-                self._fresh = True
-                await asyncio.sleep(RETRY_S)
+                await self._begin_again(error)
             self._give_up()
             if not self._wanted:
                 self._some.clear()
@@ -93,6 +108,12 @@ class Archive:
             async with asyncio.timeout(READ_S):
                 await self._consumer.start()
         return self._consumer
+
+    async def _begin_again(self, error: BaseException) -> None:
+        log.warning("records of ended jobs not read, tried again: %r", error)
+        await self._close()
+        self._fresh = True
+        await asyncio.sleep(RETRY_S)
 
     async def _close(self) -> None:
         consumer, self._consumer = self._consumer, None
@@ -118,7 +139,11 @@ class Archive:
             return
         for record in records:
             if readings := offsets.pop(record.offset, None):
-                _tell(readings, record.value)
+                _tell(readings, record)
+        if not offsets:
+            del self._wanted[tp]
+        if not offsets or self._fresh:  # a place that is wanted since this was asked for may lie before it
+            return
         last = records[-1].offset
         for offset in [offset for offset in offsets if offset <= last]:  # compacted or deleted
             _tell(offsets.pop(offset), None)
@@ -127,25 +152,29 @@ class Archive:
         elif min(offsets) > last + FAR:
             consumer.seek(tp, min(offsets))
 
-    def _miss(self, consumer: AIOKafkaConsumer) -> None:
-        """Places beyond the end of a log that is another one than it was."""
-        if self._fresh:
-            return
-        for tp, offsets in list(self._wanted.items()):
-            end = consumer.highwater(tp) if tp in consumer.assignment() else None
-            if end is None:
+    async def _miss(self, consumer: AIOKafkaConsumer) -> None:
+        """Places before the beginning of the log, and beyond the end of one that is another than it was."""
+        for tp in list(self._wanted):
+            if self._fresh or tp not in consumer.assignment() or (end := consumer.highwater(tp)) is None:
                 continue
-            for offset in [offset for offset in offsets if offset >= end]:
+            try:
+                async with asyncio.timeout(POSITION_S):
+                    position = await consumer.position(tp)
+            except TimeoutError:  # the log's beginning is being asked for
+                continue
+            offsets = self._wanted.get(tp, {})
+            for offset in [offset for offset in offsets if offset < position or offset >= end]:
                 _tell(offsets.pop(offset), None)
             if not offsets:
-                del self._wanted[tp]
+                self._wanted.pop(tp, None)
 
     def _give_up(self) -> None:
         now = time.monotonic()
         for tp, offsets in list(self._wanted.items()):
             for offset, readings in list(offsets.items()):
                 if all(reading.until <= now or reading.answer.done() for reading in readings):
-                    _tell(offsets.pop(offset), None)
+                    for reading in offsets.pop(offset):
+                        reading.give_up()
             if not offsets:
                 del self._wanted[tp]
 
@@ -156,15 +185,19 @@ class Archive:
 class _Reading:
     __slots__ = ("answer", "until")
 
-    def __init__(self, answer: asyncio.Future[bytes | None], until: float) -> None:
+    def __init__(self, answer: asyncio.Future[ConsumerRecord | None], until: float) -> None:
         self.answer = answer
         self.until = until  # monotonic
 
-    def tell(self, value: bytes | None) -> None:
+    def tell(self, record: ConsumerRecord | None) -> None:
         if not self.answer.done():
-            self.answer.set_result(value)
+            self.answer.set_result(record)
+
+    def give_up(self) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(Unread())
 
 
-def _tell(readings: list[_Reading], value: bytes | None) -> None:
+def _tell(readings: list[_Reading], record: ConsumerRecord | None) -> None:
     for reading in readings:
-        reading.tell(value)
+        reading.tell(record)

@@ -1,7 +1,8 @@
 """Fills the window from the status topic, in the background, for partition numbers that came to this worker (R7).
 
-Each number is read from an hour back (or from where it was read to before) to its end. Admission never waits for it; a
-turn of the loop is short, and three times as long is left to the others.
+Each number is read from an hour back (or from where it was read to before) to its end. Admission waits for a few
+thousand records, which take less time than the rest of taking partitions over, and never for more; those are read in
+short turns of the loop, and three times as long is left to the others.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 POLL_MS = 200
 BATCH = 500  # records a turn: about 5 ms
 REST = 3.0  # rests so many times as long as a turn took
+FEW = 5_000  # records that are read without a rest, and waited for
 CALL_S = 5.0  # one question to the broker
 RETRY_S = 1.0
 STOP_S = 2.0
@@ -43,15 +45,15 @@ class History:
         self._next: dict[int, int] = {}  # partition number → first offset not read
         self._due: set[int] = set()
         self._task: asyncio.Task[None] | None = None
-        self.loaded = asyncio.Event()  # nothing is left to be read
-        self.loaded.set()
+        self.ready = asyncio.Event()  # nothing is left to be read, or too much to wait for
+        self.ready.set()
 
     def recall(self, numbers: Collection[int]) -> None:
         """These partition numbers came to this worker."""
         if not numbers:
             return
         self._due |= set(numbers)
-        self.loaded.clear()
+        self.ready.clear()
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._load(), name="history")
 
@@ -75,6 +77,13 @@ class History:
                     await consumer.start()
                 await self._read(consumer, numbers)
                 self._due -= numbers
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                # The client library cancels its own futures when a connection goes away.
+                log.warning("ended jobs of the last hour not read yet, tried again: %r", error)
+                await asyncio.sleep(RETRY_S)
             except Exception as error:
                 log.warning("ended jobs of the last hour not read yet, tried again: %r", error)
                 await asyncio.sleep(RETRY_S)
@@ -83,13 +92,16 @@ class History:
                 await asyncio.wait({stopping}, timeout=STOP_S)
                 if not stopping.done():
                     stopping.cancel()
-        self.loaded.set()
+        self.ready.set()
 
     async def _read(self, consumer: AIOKafkaConsumer, numbers: frozenset[int]) -> None:
         began, found = time.monotonic(), 0
         left = await self._bounds(consumer, numbers)
         if not left:
             return
+        few = sum(end - start for start, end in left.values()) <= FEW
+        if not few:
+            self.ready.set()
         consumer.assign(list(left))
         for tp, (start, _) in left.items():
             consumer.seek(tp, start)
@@ -106,7 +118,7 @@ class History:
                 if position >= left[tp][1]:
                     del left[tp]
                     consumer.pause(tp)
-            await asyncio.sleep(REST * (time.monotonic() - since) if turn else 0)
+            await asyncio.sleep(REST * (time.monotonic() - since) if turn and not few else 0)
         log.info("recalled %d ended jobs of %d partitions in %.3f s", found, len(numbers), time.monotonic() - began)
 
     def _tell(self, number: int, record: Any) -> bool:

@@ -1,9 +1,7 @@
 """A further copy of a job that has ended: what its status record and its terminal event say about it (R7). Pure.
 
-    status record: another identity, or no terminal ──▶ None: nothing is known, the copy runs
-                   same origin                      ──▶ SAME_RECORD
-                   other digest                     ──▶ OTHER_CONTENT
-                   same digest                      ──▶ the terminal's place ──▶ its event, checked ──▶ Answer
+A status record of another identity, or without a terminal, tells nothing: the copy runs. Of the same origin: it is the
+same record. With another digest: other content. Else its terminal, checked, becomes the copy's answer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which jobs ended lately: a fingerprint of each identity, and where its status record lies (R7). Pure.
 
 A hint, never the truth: whoever finds something here reads the status record and looks at the identity in it. So 64
-bits are enough, and a table of fixed size is: `WAYS` places a row, the row chosen by the fingerprint, the oldest place of
-a full row given up. Its memory is taken once, at the start, and never grows.
+bits are enough, and a table of fixed size is: `WAYS` places a row, the row chosen by the fingerprint, the oldest place
+of a full row given up. Its memory is taken once, at the start, and never grows.
 """
 
 from __future__ import annotations

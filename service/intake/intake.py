@@ -33,7 +33,7 @@ from service.intake.address import Address, resolve
 from service.intake.headers import Headers, read_headers
 from service.intake.inputs import Inputs, InputStore, too_big
 from service.intake.topics import ReplyTopics
-from service.intake.verdict import Lookup, Refused, Verdict
+from service.intake.verdict import NEAR_S, Early, Lookup, Refused, Verdict
 from service.job import Job, Record, Ticket
 from service.settings import Settings
 from service.telemetry.propagation import extract
@@ -96,12 +96,12 @@ class Intake:
         self._horizon_s = jobs_retention_s / 2
         self._service_topics = frozenset({deferred_topic(settings.pool), overflow_topic(settings.pool)})
 
-    def read(self, record: Record, ticket: Ticket) -> Verdict | Lookup:
+    def read(self, record: Record, ticket: Ticket) -> Verdict | Early | Lookup:
         """Sync and fast; a `Lookup` where I/O or much work is needed. Never raises."""
         received = time.time()
         if record.value is not None and len(record.value) > LARGE:
 
-            async def in_thread() -> Verdict:
+            async def in_thread() -> Verdict | Early:
                 found = await asyncio.to_thread(self._read, record, ticket, received)
                 return await found.finish() if isinstance(found, Lookup) else found
 
@@ -110,7 +110,7 @@ class Intake:
 
     # -- can anybody be told?
 
-    def _read(self, record: Record, ticket: Ticket, received: float) -> Verdict | Lookup:
+    def _read(self, record: Record, ticket: Ticket, received: float) -> Verdict | Early | Lookup:
         headers = read_headers(record, service_topic=record.place.topic in self._service_topics)
         try:
             decoded = decode(record.value)
@@ -135,14 +135,14 @@ class Intake:
             return Lookup(record, ticket, partial(self._after_look_up, reading))
         return self._judge(reading, partitions)
 
-    async def _after_look_up(self, reading: _Reading) -> Verdict:
+    async def _after_look_up(self, reading: _Reading) -> Verdict | Early:
         partitions = await self._topics.look_up(reading.address.topic)
         found = self._judge(reading, partitions or 0)
         return await found.finish() if isinstance(found, Lookup) else found
 
     # -- what is it worth?
 
-    def _judge(self, reading: _Reading, partitions: int) -> Verdict | Lookup:
+    def _judge(self, reading: _Reading, partitions: int) -> Verdict | Early | Lookup:
         topic, partition = reading.address.topic, reading.address.partition
         if partitions == 0 or (partition is not None and partition >= partitions):
             message = (
@@ -172,7 +172,9 @@ class Intake:
             if asked.input is not None:
                 self._inputs.check(asked.input, tenant)
                 fetch = partial(self._after_fetch, reading, head, asked, asked.input, tenant)
-                return Lookup(reading.record, reading.ticket, fetch)
+                lookup = Lookup(reading.record, reading.ticket, fetch)
+                due = asked.not_before.timestamp() if asked.not_before is not None else 0.0
+                return lookup if due <= reading.received + NEAR_S else Early(head, due, reading.headers.starts, lookup)
             return self._admit(reading, head, asked, asked.body, tenant)
         except Refusal as refusal:
             return Refused(head, refusal, reading.record, reading.ticket, reading.received)
@@ -181,10 +183,20 @@ class Intake:
         self, reading: _Reading, head: Head, asked: wire.Job, ref: InputRef, tenant: Tenant
     ) -> Verdict:
         try:
-            body = await self._inputs.fetch(ref)
+            timer = asyncio.timeout(None if asked.deadline is None else asked.deadline.timestamp() - time.time())
+            try:
+                async with timer:
+                    body = await self._inputs.fetch(ref)
+            except TimeoutError:
+                if not timer.expired():
+                    raise
+                raise Expired("the deadline passed before the input was fetched") from None
             if ref.size > LARGE:
-                return await asyncio.to_thread(self._admit, reading, head, asked, body, tenant)
-            return self._admit(reading, head, asked, body, tenant)
+                job = await asyncio.to_thread(self._admit, reading, head, asked, body, tenant)
+            else:
+                job = self._admit(reading, head, asked, body, tenant)
+            job.fetched = ref.size
+            return job
         except Refusal as refusal:
             return Refused(head, refusal, reading.record, reading.ticket, reading.received)
 
@@ -240,11 +252,12 @@ class Intake:
 
 
 def digest_of(document: dict[str, Any], value: bytes) -> str:
-    """SHA-256 of the job's content, hex: all fields but `run`, keys sorted, so that a repetition is recognised whatever
-    wrote it (R7). A document too deep to be written again is refused anyway; it gets the digest of its bytes."""
+    """SHA-256 of the job's content, hex: all fields but `run` and `reply` (who asks again may wait elsewhere), keys
+    sorted, so that a repetition is recognised whatever wrote it (R7). A document too deep to be written again is
+    refused anyway; it gets the digest of its bytes."""
     try:
         content = orjson.dumps(
-            {key: field for key, field in document.items() if key != "run"}, None, orjson.OPT_SORT_KEYS
+            {key: field for key, field in document.items() if key not in ("run", "reply")}, None, orjson.OPT_SORT_KEYS
         )
     except TypeError:
         content = value

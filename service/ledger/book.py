@@ -7,12 +7,14 @@ an assignment that is gone can complete nothing, even if the partition came back
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
+from schemas.names import deferred_topic
 from service.job import Place, Ticket
 from service.ledger.ledger import Ledger
 from service.ledger.metadata import LIMIT, Commit, Key, Snapshot, decode
+from service.ledger.timed import MAX_TIMED, TimedLedger
 from service.settings import Settings
 
 MIN_LIMIT = 64  # characters of metadata that are always tried
@@ -31,12 +33,23 @@ class Book:
     """All partitions of this process.
 
     `on_pressure(key, paused)`: called when a partition must stop being read, and when it may go on.
+    `timed`: topics whose records may be kept aside until they are due (R12), at most `max_timed` a partition.
     `writer`: marks this process's commits, so that it can tell them from another's (R4).
     """
 
-    def __init__(self, *, high: int, max_span: int, on_pressure: Callable[[Key, bool], None] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        high: int,
+        max_span: int,
+        on_pressure: Callable[[Key, bool], None] | None = None,
+        timed: Collection[str] = (),
+        max_timed: int = MAX_TIMED,
+    ) -> None:
         self.high = high
         self.max_span = max_span
+        self.timed = frozenset(timed)
+        self.max_timed = max_timed
         self.on_pressure = on_pressure
         self.writer = secrets.randbits(32)
         self.limit = LIMIT
@@ -48,7 +61,7 @@ class Book:
     def of(cls, settings: Settings) -> Book:
         """HIGH = min(900, 2 × max_num_seqs) unfinished records and a span of 32,768 per partition (R3)."""
         high = min(settings.ledger.max_unfinished, 2 * settings.engine.max_num_seqs)
-        return cls(high=high, max_span=settings.ledger.max_span)
+        return cls(high=high, max_span=settings.ledger.max_span, timed=(deferred_topic(settings.pool),))
 
     # records
 
@@ -74,15 +87,45 @@ class Book:
         every earlier one is accounted for in each ledger of the number.
         """
         ledger = self._of(ticket)
-        if ledger is None or not ledger.complete(ticket.place.offset):
+        if ledger is None or not ledger.complete(ticket.place.offset, status_offset):
             return False
         if status_offset is not None:
             for sibling in self._numbers[ticket.place.partition]:
                 if sibling.settled and sibling.status_next <= status_offset:
                     sibling.status_next = status_offset + 1
+        self._relieve(ticket, ledger)
+        return True
+
+    def _relieve(self, ticket: Ticket, ledger: Ledger) -> None:
         if ledger.may_resume() and self.on_pressure is not None:
             self.on_pressure(ticket.place[:2], False)
+
+    # records that are not due yet (R12)
+
+    def time(self, ticket: Ticket) -> bool:
+        """Keeps a record aside until `due`: it is unfinished, and no back-pressure counts it.
+
+        False: not ours, of a topic without timed records, or one that was started before, which must not wait unseen.
+        """
+        ledger = self._of(ticket)
+        if not isinstance(ledger, TimedLedger) or not ledger.time(ticket.place.offset):
+            return False
+        self._relieve(ticket, ledger)
         return True
+
+    def due(self, ticket: Ticket) -> bool:
+        """Its time has come: it counts like any other. False: not ours any more."""
+        ledger = self._of(ticket)
+        if not isinstance(ledger, TimedLedger) or not ledger.due(ticket.place.offset):
+            return False
+        if ledger.must_pause() and self.on_pressure is not None:
+            self.on_pressure(ticket.place[:2], True)
+        return True
+
+    def room(self, key: Key) -> int:
+        """How many more records of a partition may become due now."""
+        ledger = self._ledgers.get(key)
+        return ledger.room if isinstance(ledger, TimedLedger) else 0
 
     def start(self, ticket: Ticket) -> None:
         """The engine gets this record: a kill from the next commit on counts as an unclean start (R11)."""
@@ -118,7 +161,17 @@ class Book:
         if snapshot.watermark < told.watermark:
             stored = None  # another log: the committed offset means nothing here, so a lower one is no step back
         self._epoch += 1
-        ledger = Ledger(snapshot, self._epoch, high=self.high, max_span=self.max_span, stored=stored)
+        if key[0] in self.timed:
+            ledger: Ledger = TimedLedger(
+                snapshot,
+                self._epoch,
+                high=self.high,
+                max_span=self.max_span,
+                max_timed=self.max_timed,
+                stored=stored,
+            )
+        else:
+            ledger = Ledger(snapshot, self._epoch, high=self.high, max_span=self.max_span, stored=stored)
         self._ledgers[key] = ledger
         self._numbers.setdefault(key[1], []).append(ledger)
 

@@ -67,8 +67,8 @@ class Ledger:
             starts = self._pending.pop(offset, None)
             if starts is None:
                 return False
-            if self._pending and next(iter(self._pending)) < offset:
-                self._pending = {later: n for later, n in self._pending.items() if later > offset}
+            while self._pending and (earlier := next(iter(self._pending))) < offset:
+                del self._pending[earlier]
         else:
             starts = 0
             if self._pending:
@@ -103,7 +103,7 @@ class Ledger:
         """Read here and unfinished."""
         return offset in self._live
 
-    def complete(self, offset: int) -> bool:
+    def complete(self, offset: int, status_offset: int | None = None) -> bool:
         """Everything of this record is acknowledged (R6). False: it was not live."""
         if self._live.pop(offset, None) is None:
             return False

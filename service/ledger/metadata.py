@@ -4,11 +4,12 @@ Layout, before it becomes latin-1 text (the broker counts characters, so 4,096 o
 
     version  1 byte     1
     crc      4 bytes    CRC-32 of the rest, seeded with the committed offset: valid beside its own offset only
-    flags    1 byte     bit 0 = clean stop
+    flags    1 byte     bit 0 = clean stop, bit 1 = entries are of runs
     writer   4 bytes    who wrote it (a random number per process), so that a process knows its own commits (R4)
     next     varint     highest offset read + 1, less the watermark
     status   varint     first offset of the status partition that may hold news
     entries  varints    per unfinished offset: gap to the one before × 2 + (1 if a start count follows), start count
+             or         per run of them: gap × 4 + (2 if it is longer than 1) + (1 as above), start count, length - 2
 
 Never does I/O and never raises on what it reads: unreadable metadata means the plain offset.
 """
@@ -25,7 +26,7 @@ Key = tuple[str, int]  # (topic, partition)
 VERSION = 1
 LIMIT = 4096  # characters; the broker's default offset.metadata.max.bytes
 HEADER = 30  # bytes at most before the entries: 10 fixed and two varints of 64-bit numbers
-CLEAN = 1
+CLEAN, RUNS = 1, 2  # flags
 
 
 class Commit(NamedTuple):
@@ -95,11 +96,36 @@ def pack(watermark: int, following: int, unfinished: Iterable[tuple[int, int]], 
     return bytes(entries), following
 
 
+def pack_runs(watermark: int, following: int, runs: Iterable[tuple[int, int, int]], room: int) -> tuple[bytes, int]:
+    """As `pack`, of runs (first offset, length, starts of each), ascending: for many unfinished in few runs (R12)."""
+    entries = bytearray()
+    end = watermark
+    for offset, length, starts in runs:
+        mark = len(entries)
+        _put(entries, (offset - end) << 2 | (length > 1) << 1 | (starts > 0))
+        if starts:
+            _put(entries, starts)
+        if length > 1:
+            _put(entries, length - 2)
+        if len(entries) > room:
+            del entries[mark:]
+            return bytes(entries), offset
+        end = offset + length
+    return bytes(entries), following
+
+
 def encode(
-    watermark: int, following: int, status_next: int, entries: bytes, *, clean: bool = False, writer: int = 0
+    watermark: int,
+    following: int,
+    status_next: int,
+    entries: bytes,
+    *,
+    clean: bool = False,
+    runs: bool = False,
+    writer: int = 0,
 ) -> str:
-    """The metadata text beside the committed offset `watermark`."""
-    body = bytearray((CLEAN if clean else 0,))
+    """The metadata text beside the committed offset `watermark`. `runs`: the entries are those of `pack_runs`."""
+    body = bytearray(((CLEAN if clean else 0) | (RUNS if runs else 0),))
     body += writer.to_bytes(4, "big")
     _put(body, following - watermark)
     _put(body, status_next)
@@ -123,19 +149,11 @@ def decode(commit: Commit) -> Snapshot:
     try:
         span, at = _get(body, 5)
         status_next, at = _get(body, at)
-        unfinished: dict[int, int] = {}
-        before = commit.offset - 1
-        while at < len(body):
-            value, at = _get(body, at)
-            starts = 0
-            if value & 1:
-                starts, at = _get(body, at)
-            before += (value >> 1) + 1
-            unfinished[before] = starts
+        unfinished = _runs(body, at, commit.offset) if body[0] & RUNS else _offsets(body, at, commit.offset)
     except IndexError:
         return plain
     following = commit.offset + span
-    if before >= following:
+    if unfinished and next(reversed(unfinished)) >= following:
         return plain
     return Snapshot(
         watermark=commit.offset,
@@ -145,6 +163,36 @@ def decode(commit: Commit) -> Snapshot:
         writer=int.from_bytes(body[1:5], "big"),
         unfinished=unfinished,
     )
+
+
+def _offsets(body: bytes, at: int, watermark: int) -> dict[int, int]:
+    unfinished: dict[int, int] = {}
+    before = watermark - 1
+    while at < len(body):
+        value, at = _get(body, at)
+        starts = 0
+        if value & 1:
+            starts, at = _get(body, at)
+        before += (value >> 1) + 1
+        unfinished[before] = starts
+    return unfinished
+
+
+def _runs(body: bytes, at: int, watermark: int) -> dict[int, int]:
+    unfinished: dict[int, int] = {}
+    end = watermark
+    while at < len(body):
+        value, at = _get(body, at)
+        starts, length = 0, 1
+        if value & 1:
+            starts, at = _get(body, at)
+        if value & 2:
+            length, at = _get(body, at)
+            length += 2
+        first = end + (value >> 2)
+        end = first + length
+        unfinished.update(dict.fromkeys(range(first, end), starts))
+    return unfinished
 
 
 def _put(out: bytearray, value: int) -> None:

@@ -12,14 +12,14 @@ import heapq
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Set
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
 from schemas.errors import ErrorCode, Expired, Refusal
 from service.engine.protocol import Capacity, EngineLost, Prepared
-from service.job import Job, Place
+from service.job import Job, Place, Ticket
 from service.scheduler.admission import Admission, Claim, Prediction
 from service.scheduler.fair_queue import FairQueue
 
@@ -34,8 +34,12 @@ PROMPT_COST, OUTPUT_COST = 1.0, 8.0
 # `waiting` events: the first after, then every (seconds; contract.md §2).
 WAITING_FIRST_S, WAITING_EVERY_S = 5.0, 30.0
 UNPREPARED = Refusal(ErrorCode.INTERNAL, "the request could not be prepared; the worker's log says why")
+# Records that wait or run here, bytes; above it no more is read, until half of it has gone. A backlog of large jobs
+# stays on the log, not in memory.
+MAX_BYTES = 512 * 1024 * 1024
 # Deadlines are kept to this tolerance (R14), seconds.
 TICK_S = 0.25
+DEADLINE_AGAIN_S = 0.5  # a deadline that passed while the job ran is looked at again so often
 
 
 class Rendering(Protocol):
@@ -72,8 +76,10 @@ class Entry:
     claim: Claim | None = None
     admitted: float | None = None
     attempt: int = 0  # attempts made by this worker
+    faults: int = 0  # those that the engine failed, or died with
     task: asyncio.Task[None] | None = None
     interrupted: bool = False  # stopped for want of memory: it goes back to the queue
+    cancelled: bool = False  # stopped because somebody asked for it: it ends (R13)
     gone: bool = False  # ended, refused or abandoned: alarms that still name it are void
 
 
@@ -84,7 +90,11 @@ class Scheduler:
         self._weight = weight
         self._queue: FairQueue[Entry] = FairQueue()
         self._timed: dict[Place, Entry] = {}  # jobs whose not_before lies ahead
-        self._alarms: list[tuple[float, int, Alarm, Entry]] = []  # (due, tie-break, what, entry)
+        self._alarms: list[tuple[float, int, Alarm, Ticket]] = []  # (due, tie-break, what, whose)
+        self._entries: dict[Ticket, Entry] = {}  # every job that is here
+        self._bytes = 0  # of their records
+        self._heavy = False
+        self.on_load: Callable[[bool], None] = lambda heavy: None  # the bytes here passed their bound, or fell below
         self._window: OrderedDict[Place, Entry] = OrderedDict()  # in turn order; being rendered, or ready
         self._running: dict[Place, Entry] = {}
         self._predictions: dict[str, Prediction] = {}
@@ -122,11 +132,12 @@ class Scheduler:
         if self._running:
             self._idle.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), deadline_s)
+                async with asyncio.timeout(deadline_s):
+                    await self._idle.wait()
         return len(self._running)
 
     def hold(self, reason: str) -> None:
-        """No new admissions while any hold is set. Reasons: engine, memory, draining, store."""
+        """No new admissions while any hold is set. Reasons: engine, memory, draining."""
         self._holds.add(reason)
 
     def unhold(self, reason: str) -> None:
@@ -138,6 +149,7 @@ class Scheduler:
     def put(self, job: Job) -> None:
         now = time.time()
         entry = Entry(job, now)
+        self._keep(entry)
         if job.head.progress:
             self._alarm(now + WAITING_FIRST_S, Alarm.NOTICE, entry)
         if job.deadline is not None:
@@ -150,10 +162,11 @@ class Scheduler:
 
     def requeue(self, entry: Entry) -> None:
         """Back to the head of the window after the engine was lost: it had its turn already."""
-        self.release(entry.job.place)
+        self.release(entry.job.ticket)
         entry.prepared = None
         entry.task = None
         entry.gone = entry.interrupted = False
+        self._keep(entry)
         self._window[entry.job.place] = entry
         self._window.move_to_end(entry.job.place, last=False)
         self._render(entry)
@@ -169,20 +182,37 @@ class Scheduler:
 
     # -- jobs out
 
-    def release(self, place: Place, *, stop: bool = False) -> None:
+    def release(self, ticket: Ticket, *, stop: bool = False) -> None:
         """The job's last event is acknowledged: its place at the engine is free. `stop`: nobody reads it any more."""
-        entry = self._running.pop(place, None)
-        if entry is None:
+        entry = self._running.get(ticket.place)
+        if entry is None or entry.job.ticket != ticket:
             return
+        del self._running[ticket.place]
         if stop and entry.task:
             entry.task.cancel()
-        entry.gone = True
+        self._forget(entry)
         if entry.claim and self._admission:
             self._admission.release(entry.claim)
             entry.claim = None
         if not self._running:
             self._idle.set()
         self._wake.set()
+
+    def _keep(self, entry: Entry) -> None:
+        self._entries[entry.job.ticket] = entry
+        self._bytes += entry.job.size
+        if not self._heavy and self._bytes > MAX_BYTES:
+            self._heavy = True
+            self.on_load(True)
+
+    def _forget(self, entry: Entry) -> None:
+        entry.gone = True
+        if self._entries.pop(entry.job.ticket, None) is None:
+            return
+        self._bytes -= entry.job.size
+        if self._heavy and self._bytes < MAX_BYTES // 2:
+            self._heavy = False
+            self.on_load(False)
 
     def learn(self, job: Job, completion_tokens: int, n: int) -> None:
         self._prediction(job.tenant).learn_output(completion_tokens // max(1, n))
@@ -192,11 +222,18 @@ class Scheduler:
         self._take(lambda e: lost(e.job))
         stopped = [e for e in self._running.values() if lost(e.job)]
         for entry in stopped:
-            entry.gone = True
             if entry.task:
                 entry.task.cancel()
-            self.release(entry.job.place)
+            self.release(entry.job.ticket)
         return stopped
+
+    def take(self, places: Set[Place]) -> list[Job]:
+        """Takes out those of these jobs that have not begun: they end elsewhere."""
+        return [entry.job for entry in self._take(lambda e: e.job.place in places)]
+
+    def begun(self, place: Place) -> Entry | None:
+        """The job there, if it holds a place at the engine."""
+        return self._running.get(place)
 
     def interrupt(self) -> None:
         """Stops every running job; their attempts are abandoned and they run again once holds are lifted (R10)."""
@@ -215,7 +252,7 @@ class Scheduler:
                     entry.task.cancel()
                 taken.append(entry)
         for entry in taken:
-            entry.gone = True
+            self._forget(entry)
         return taken
 
     # -- what an operator sees
@@ -274,16 +311,20 @@ class Scheduler:
             prepared = await self._engine.prepare(job)
         except Refusal as refusal:
             self._window.pop(job.place, None)
-            entry.gone = True
+            self._forget(entry)
             self.exits.refuse(job, refusal)
-        except EngineLost:
+        except (EngineLost, asyncio.CancelledError) as lost:
+            # A rendering dies with its engine: EngineLost, or the engine's own cancellation; ours goes on.
+            task = asyncio.current_task()
+            if isinstance(lost, asyncio.CancelledError) and (task is None or task.cancelling()):
+                raise
             await asyncio.sleep(0.2)  # `hold("engine")` follows; rendering is tried again when the engine is back
             self._render(entry)
             return
         except Exception:
             log.exception("rendering failed job=%s tenant=%s", job.head.job_id, job.tenant)
             self._window.pop(job.place, None)
-            entry.gone = True
+            self._forget(entry)
             self.exits.refuse(job, UNPREPARED)
         else:
             entry.prepared = prepared
@@ -314,12 +355,26 @@ class Scheduler:
         entry.task = task
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda task: self._died(entry, task))
+
+    def _died(self, entry: Entry, task: asyncio.Task[None]) -> None:
+        """The net: a task that raised would leave its job here for ever."""
+        if task.cancelled() or (problem := task.exception()) is None or entry.gone or entry.task is not task:
+            return
+        log.error("job's task failed job=%s tenant=%s", entry.job.head.job_id, entry.job.tenant, exc_info=problem)
+        self._window.pop(entry.job.place, None)
+        self.release(entry.job.ticket)
+        self._forget(entry)
+        self.exits.refuse(entry.job, UNPREPARED)
 
     # -- time
 
     def _alarm(self, due: float, what: Alarm, entry: Entry) -> None:
         self._serial += 1
-        heapq.heappush(self._alarms, (due, self._serial, what, entry))
+        heapq.heappush(self._alarms, (due, self._serial, what, entry.job.ticket))
+        if len(self._alarms) > 1024 and len(self._alarms) > 4 * len(self._entries):  # of jobs that ended long before
+            self._alarms = [alarm for alarm in self._alarms if alarm[3] in self._entries]
+            heapq.heapify(self._alarms)
 
     async def _tick(self) -> None:
         while True:
@@ -331,10 +386,15 @@ class Scheduler:
         """Everything that is due: timed jobs enter the queue, late ones expire, waiting ones are told."""
         expired: set[Place] = set()
         while self._alarms and self._alarms[0][0] <= now:
-            _, _, what, entry = heapq.heappop(self._alarms)
-            place = entry.job.place
-            if entry.gone or place in self._running:
-                continue  # a running job's deadline is the runner's
+            _, _, what, ticket = heapq.heappop(self._alarms)
+            entry = self._entries.get(ticket)
+            if entry is None:
+                continue
+            place = ticket.place
+            if place in self._running:  # a running job's deadline is the runner's, unless it comes back from there
+                if what is Alarm.DEADLINE:
+                    self._alarm(now + DEADLINE_AGAIN_S, what, entry)
+                continue
             if what is Alarm.DEADLINE:
                 expired.add(place)
             elif what is Alarm.DUE:

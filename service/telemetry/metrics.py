@@ -101,11 +101,20 @@ REPLY_BYTES = Family("reply_bytes", "counter", "Bytes of acknowledged reply even
 REPLY_CHUNKS = Family("reply_chunks", "counter", "Acknowledged chunk events")
 STORED = Family("outputs_stored", "counter", "Outputs that went to the object store")
 DEAD_LETTERS = Family("dead_letters", "counter", "Records written to the dead-letter topic, by code", ("code",))
+DUPLICATES = Family(
+    "duplicates",
+    "counter",
+    "Further records of a job: answered from the first, dropped (the same record), conflict, run_again",
+    ("outcome",),
+)
+DEFERRED = Family("deferred", "counter", "Jobs moved to the deferred topic until they are due")
+CANCELS = Family("cancels", "counter", "Jobs that a cancel ended, by where it met them", ("stage",))
 DELIVERY = Family("delivery_events", "counter", "What the delivery process counted, by event", ("event",))
 LOOP_LAG = Family("event_loop_lag_seconds", "histogram", "How late the worker's event loop runs its timers", (), LAG_S)
 
 RUNNING = Family("jobs_running", "gauge", "Jobs that hold a place at the engine until their terminal is acknowledged")
 WAITING = Family("jobs_waiting", "gauge", "Jobs received and not yet admitted to the engine")
+TIMED = Family("jobs_timed", "gauge", "Jobs on the deferred topic whose time has not come")
 OLDEST = Family("oldest_waiting_seconds", "gauge", "Age of the longest-waiting job", ("tier",))
 HELD = Family("admission_held", "gauge", "1 while nothing is admitted for this reason", ("reason",))
 ENGINE_RUNNING = Family("engine_running", "gauge", "Sequences in the engine's batch")
@@ -113,6 +122,7 @@ ENGINE_WAITING = Family("engine_waiting", "gauge", "Requests in the engine's own
 KV_USAGE = Family("engine_kv_usage_ratio", "gauge", "Share of the KV cache in use, 0 to 1")
 STEP_AGE = Family("engine_step_age_seconds", "gauge", "Time since the engine's last step; of interest while it runs")
 REBUILDS = Family("engine_rebuilds", "counter", "Engines rebuilt after a death or a hang")
+RECEIVED = Family("records_received", "counter", "Records read from the jobs topics, those that were not new included")
 PARTITIONS = Family("partitions_assigned", "gauge", "Partitions of the jobs topics assigned to this worker")
 LAG = Family(
     "ledger_lag_records", "gauge", "Records between the watermark and the newest received", ("topic", "partition")
@@ -130,11 +140,12 @@ RESTARTS = Family("delivery_restarts", "counter", "Delivery processes started af
 
 FED = (
     *(JOBS, COMPLETE, ERRORS, TOKENS, FIRST_TOKEN, ENGINE_FIRST_TOKEN, PER_TOKEN, BACKLOG, QUEUED, DURATION),
-    *(REPLY_BYTES, REPLY_CHUNKS, STORED, DEAD_LETTERS, DELIVERY, LOOP_LAG, UNACKNOWLEDGED),
+    *(REPLY_BYTES, REPLY_CHUNKS, STORED, DEAD_LETTERS, DUPLICATES, DEFERRED, CANCELS),
+    *(DELIVERY, LOOP_LAG, UNACKNOWLEDGED),
 )
 READ = (
-    *(RUNNING, WAITING, OLDEST, HELD, ENGINE_RUNNING, ENGINE_WAITING, KV_USAGE, STEP_AGE, REBUILDS),
-    *(PARTITIONS, LAG, UNFINISHED, COMMITS, COMMIT_FAILURES, REBALANCES, LEASE, DELIVERY_UP, RESTARTS),
+    *(RUNNING, WAITING, TIMED, OLDEST, HELD, ENGINE_RUNNING, ENGINE_WAITING, KV_USAGE, STEP_AGE, REBUILDS),
+    *(RECEIVED, PARTITIONS, LAG, UNFINISHED, COMMITS, COMMIT_FAILURES, REBALANCES, LEASE, DELIVERY_UP, RESTARTS),
 )
 FAMILIES = (*FED, *READ)
 
@@ -145,6 +156,7 @@ class Readings:
 
     running: int = 0
     waiting: int = 0
+    timed: int = 0
     oldest: Mapping[str, float] = field(default_factory=dict)  # tier → seconds
     holds: Iterable[str] = ()  # reasons why nothing is admitted
     engine_running: int = 0
@@ -152,6 +164,7 @@ class Readings:
     kv_usage: float = 0.0  # 0..1
     step_age: float = 0.0  # seconds
     rebuilds: int = 0
+    received: int = 0  # records
     partitions: Mapping[tuple[str, int], tuple[int, int]] = field(default_factory=dict)  # → (lag, unfinished) records
     commits: int = 0
     commit_failures: int = 0
@@ -199,6 +212,9 @@ class Metrics:
         self._reply_chunks = self._counter(REPLY_CHUNKS)
         self._stored = self._counter(STORED)
         self._dead_letters = self._counter(DEAD_LETTERS)
+        self._duplicates = self._counter(DUPLICATES)
+        self._deferred = self._counter(DEFERRED)
+        self._cancels = self._counter(CANCELS)
         self._delivery = self._counter(DELIVERY)
         self._loop_lag = self._histogram(LOOP_LAG)
         self._unacknowledged = self._gauge(UNACKNOWLEDGED)
@@ -248,6 +264,16 @@ class Metrics:
 
     def dead_letter(self, code: str) -> None:
         self._dead_letters.labels(code).inc()
+
+    def deferred(self) -> None:
+        self._deferred.inc()
+
+    def duplicate(self, outcome: str) -> None:
+        self._duplicates.labels(outcome).inc()
+
+    def cancel(self, stage: str) -> None:
+        """`stage`: admission, waiting or running."""
+        self._cancels.labels(stage).inc()
 
     # -- on a timer
 
@@ -306,6 +332,7 @@ class _ReadingsCollector(Collector):
         held = frozenset(now.holds)
         yield _plain(RUNNING, now.running)
         yield _plain(WAITING, now.waiting)
+        yield _plain(TIMED, now.timed)
         yield _labelled(OLDEST, (((tier,), now.oldest.get(tier, 0.0)) for tier in TIERS))
         yield _labelled(HELD, (((reason,), float(reason in held)) for reason in sorted(self._holds)))
         yield _plain(ENGINE_RUNNING, now.engine_running)
@@ -313,6 +340,7 @@ class _ReadingsCollector(Collector):
         yield _plain(KV_USAGE, now.kv_usage)
         yield _plain(STEP_AGE, now.step_age)
         yield _plain(REBUILDS, now.rebuilds)
+        yield _plain(RECEIVED, now.received)
         yield _plain(PARTITIONS, len(now.partitions))
         places = [((topic, str(number)), counts) for (topic, number), counts in sorted(now.partitions.items())]
         yield _labelled(LAG, ((place, float(lag)) for place, (lag, _) in places))

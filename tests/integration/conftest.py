@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from infra.progress import Quiet
 from infra.stack import Stack
+
+if TYPE_CHECKING:
+    from tests.integration.simulated_kit import SimulatedPool
 
 
 @dataclass(frozen=True)
@@ -54,3 +58,14 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestStack]:
         )
     finally:
         own.down()
+
+
+@pytest.fixture(scope="session")
+async def simulated(stack: TestStack, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SimulatedPool]:
+    """A pool of its own for workers with the simulated engine, which start in seconds; stopped at the end."""
+    from tests.integration.simulated_kit import SimulatedPool
+
+    pool = SimulatedPool(stack, tmp_path_factory.mktemp("simulated"))
+    await pool.topics()
+    yield pool
+    await pool.close()

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import pytest_asyncio
 from schemas.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Refusal
 from schemas.names import CHAT, COMPLETIONS
 from service.engine import build
-from service.engine.protocol import EngineLost, EngineState, Finished, StartFailure
+from service.engine.protocol import EngineLost, EngineState, Finished, Overloaded, StartFailure
 from service.engine.supervisor import Supervisor
 from service.frames import Delta, Head, Usage
 from service.job import Job, Place, Record, Ticket
@@ -141,9 +141,10 @@ async def until(condition: Any, seconds: float, what: str) -> None:
 
 
 def engine_processes(parent: int) -> list[psutil.Process]:
-    """EngineCore and Worker below a process."""
+    """EngineCore and Worker below a process, and what is about to become one."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return [p for p in psutil.Process(parent).children(recursive=True) if "resource_tracker" not in _line(p)]
+        below = psutil.Process(parent).children(recursive=True)
+        return [p for p in below if "VLLM::" in _line(p) or "multiprocessing.spawn" in _line(p)]
     return []
 
 
@@ -153,36 +154,28 @@ def _line(process: psutil.Process) -> str:
     return ""
 
 
-def test_no_engine_process_outlives_a_kill_9_of_the_worker(stack: TestStack) -> None:
+@pytest.fixture(scope="session")
+def doomed(stack: TestStack) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that starts an engine of its own, at the same time as ours starts."""
     code = (
         "import asyncio, sys\n"
         "from tests.integration.test_engine_vllm import settings_of\n"
         "from service.engine import build\n"
         "from pathlib import Path\n"
+        "async def main():\n"
+        "    await build(settings_of(Path(sys.argv[1])), str).start()\n"
+        "    await asyncio.sleep(600)\n"
         "if __name__ == '__main__':\n"
-        "    asyncio.run(build(settings_of(Path(sys.argv[1])), str).start())\n"
+        "    asyncio.run(main())\n"
     )
     worker = subprocess.Popen([sys.executable, "-c", code, str(stack.model)], stderr=subprocess.DEVNULL)
-    children: list[psutil.Process] = []
-    try:
-        end = time.monotonic() + 200
-        while time.monotonic() < end and len(children) < 2:
-            # A child that has left the parent's process group has installed its protection.
-            children = [p for p in engine_processes(worker.pid) if os.getpgid(p.pid) == p.pid]
-            assert worker.poll() is None, "the engine ended before its Worker process came up"
-            time.sleep(0.1)
-        assert len(children) >= 2, "EngineCore and Worker did not come up"
-    finally:
-        worker.kill()
-        worker.wait()
-    _, alive = psutil.wait_procs(children, timeout=10)
-    for process in alive:
-        process.kill()
-    assert not alive
+    yield worker
+    worker.kill()
+    worker.wait()
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def engine(stack: TestStack) -> AsyncIterator[Supervisor]:
+async def engine(stack: TestStack, doomed: subprocess.Popen[bytes]) -> AsyncIterator[Supervisor]:
     settings = settings_of(stack.model)
     supervisor = Supervisor(lambda: build(settings, lambda tenant: f"salt of {tenant}"), settings.engine)
     capacity = await supervisor.start()
@@ -190,7 +183,23 @@ async def engine(stack: TestStack) -> AsyncIterator[Supervisor]:
     assert capacity.kv_tokens > 10_000
     yield supervisor
     await supervisor.close()
-    await until(lambda: not engine_processes(os.getpid()), 10, "no process of the engine left")
+    assert not engine_processes(os.getpid()), "no process of the engine is left"
+
+
+async def test_no_engine_process_outlives_a_kill_9_of_the_worker(
+    engine: Supervisor, doomed: subprocess.Popen[bytes]
+) -> None:
+    def protected() -> list[psutil.Process]:
+        """A child that has left the parent's process group has installed its protection."""
+        assert doomed.poll() is None, "its engine ended before its Worker process came up"
+        return [p for p in engine_processes(doomed.pid) if os.getpgid(p.pid) == p.pid]
+
+    await until(lambda: len(protected()) >= 2, 200, "EngineCore and Worker came up")
+    children = protected()
+    doomed.kill()
+    doomed.wait()
+    _, alive = await asyncio.to_thread(psutil.wait_procs, children, 10)
+    assert not alive
 
 
 async def test_a_chat_streams_its_tokens_and_ends_with_usage_and_times(engine: Supervisor) -> None:
@@ -292,13 +301,13 @@ async def test_tools_that_are_not_forced_leave_a_plain_answer(engine: Supervisor
 
 async def test_persian_and_emoji_come_through_whole(engine: Supervisor) -> None:
     text = "سلام! 🌊👩‍👩‍👧 یک جمله درباره رودخانه بنویس. café é"
-    body = {"prompt": f"Repeat: {text}\nRepeat: {text}\nRepeat:", "max_tokens": 120}
+    body = {"prompt": f"Repeat: {text}\nRepeat: {text}\nRepeat:", "max_tokens": 60}
     answer = await ask(engine, body, COMPLETIONS)
     assert any(ord(c) > 0x600 for c in answer.text()), "the model repeats the line"
     for delta in answer.deltas:
         assert "\ufffd" not in delta.text
-    for tokens in range(1, 14):  # cut in the middle of characters
-        cut = await ask(engine, {**body, "max_tokens": tokens}, COMPLETIONS)
+    cuts = [ask(engine, {**body, "max_tokens": tokens}, COMPLETIONS) for tokens in range(1, 14)]
+    for cut in await asyncio.gather(*cuts):  # some end in the middle of a character
         assert "\ufffd" not in cut.text()
         assert answer.text().startswith(cut.text())
 
@@ -384,7 +393,7 @@ async def test_cancel_frees_the_engine_within_a_second_and_reports_what_was_made
             answer.end = output
             break
         answer.deltas += output
-        if len(answer.deltas) == 6:
+        if len(answer.deltas) >= 6 and not cancelled:
             cancelled = time.monotonic()
             await engine.cancel("to-cancel")
     assert time.monotonic() - cancelled < 1
@@ -403,6 +412,19 @@ async def test_a_cancelled_task_frees_the_engine(engine: Supervisor) -> None:
             async for _ in outputs:
                 pass
     await until(lambda: engine.stats().running == 0, 1, "the engine is free")
+
+
+async def test_more_than_the_engines_queue_takes_is_overloaded_and_leaves_nothing_behind(engine: Supervisor) -> None:
+    wide = {"messages": RIVERS, "max_tokens": 400, "ignore_eos": True, "temperature": 1.0}
+    first = asyncio.create_task(ask(engine, {**wide, "n": 128}))
+    await until(lambda: engine.stats().running == 16, 20, "the first fills the slots")
+    with pytest.raises(Overloaded):
+        await ask(engine, {**wide, "n": 64})
+    first.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await first
+    await until(lambda: engine.stats().running == 0, 5, "the engine is free")
+    assert (await ask(engine, {"messages": RIVERS, "max_tokens": 1})).usage.completion == 1
 
 
 async def test_the_event_loop_stays_free_while_a_long_prompt_is_rendered(engine: Supervisor) -> None:

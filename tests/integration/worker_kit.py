@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 from aiokafka import AIOKafkaProducer
+from aiokafka.structs import RecordMetadata
 
 from schemas.names import CHAT, DEAD_LETTERS, REPLIES, jobs_topic
 from service.cli.process import WorkerProcess
@@ -65,8 +66,9 @@ class Fleet:
 class Wire(Log):
     """Raw records in, every reply event and dead letter out."""
 
-    def __init__(self, bootstrap: str, *more: str) -> None:
+    def __init__(self, bootstrap: str, *more: str, pool: str = "default") -> None:
         super().__init__(bootstrap, REPLIES, DEAD_LETTERS, *more)
+        self._pool = pool
         self._producer = AIOKafkaProducer(bootstrap_servers=bootstrap, acks="all", max_request_size=1_048_576)
 
     async def __aenter__(self) -> Wire:
@@ -85,9 +87,9 @@ class Wire(Log):
         tier: str = "standard",
         key: bytes = b"acme",
         headers: list[tuple[str, bytes | None]] | None = None,
-    ) -> None:
+    ) -> RecordMetadata:
         raw = value if value is None or isinstance(value, bytes) else orjson.dumps(value)
-        await self._producer.send_and_wait(jobs_topic("default", tier), raw, key=key, headers=headers or [])
+        return await self._producer.send_and_wait(jobs_topic(self._pool, tier), raw, key=key, headers=headers or [])
 
     async def ended(self, job_id: str, timeout_s: float = 120.0) -> dict[str, Any]:
         """The job's terminal event, the first on the log."""

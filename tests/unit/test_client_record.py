@@ -192,4 +192,4 @@ async def test_a_publication_nobody_acknowledges_is_bounded_and_says_that_repeat
     began = time.monotonic()
     with pytest.raises(PublishFailed, match="safe"):
         await client._send("t", b"k", b"v", {})
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20

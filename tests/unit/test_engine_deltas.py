@@ -1,4 +1,4 @@
-"""Outputs of vLLM → deltas: counts, ends, logprobs, tool calls, reasoning. With outputs of vLLM's shape, without vLLM."""
+"""Outputs of vLLM → deltas: counts, ends, logprobs, tool calls, reasoning. On outputs of vLLM's shape, without vLLM."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ async def test_a_death_is_followed_by_a_rebuild_and_the_news_in_order() -> None:
     _, end = await ask(engine, job_of(max_tokens=5))
     assert end.usage.completion == 5
     await engine.close()
-    assert engine.state is EngineState.CLOSED
+    assert seen[-1] is EngineState.CLOSED
 
 
 async def test_a_death_while_nothing_runs_is_seen_too() -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from schemas.errors import Expired, InvalidRequest, Refusal
 from service.engine.protocol import Capacity, EngineLost, Prepared
-from service.job import Job
+from service.job import Job, Ticket
+from service.scheduler import scheduler as scheduler_module
 from service.scheduler.scheduler import WAITING_FIRST_S, WINDOW, Entry, Scheduler
 from tests.unit.jobs import job
 
@@ -79,7 +80,7 @@ async def test_never_more_sequences_than_the_engine_takes(parts: Parts) -> None:
     await until(lambda: scheduler.running == 4)
     assert scheduler.queued == 6
     for n in range(10):
-        scheduler.release(exits.running[n].place)
+        scheduler.release(exits.running[n].ticket)
         await until(lambda n=n: len(exits.running) == min(10, n + 5))
     assert scheduler.running == 0
 
@@ -89,9 +90,9 @@ async def test_an_end_frees_its_place_once(parts: Parts) -> None:
     for n in range(6):
         scheduler.put(job(n))
     await until(lambda: scheduler.running == 4)
-    place = exits.running[0].place
-    scheduler.release(place)
-    scheduler.release(place)
+    ticket = exits.running[0].ticket
+    scheduler.release(ticket)
+    scheduler.release(ticket)
     await until(lambda: len(exits.running) == 5)
     await asyncio.sleep(0)
     assert scheduler.running == 4
@@ -108,7 +109,7 @@ async def test_tenants_take_turns_though_one_came_first(parts: Parts) -> None:
     done = 0
     while done < WINDOW + 20:
         await until(lambda: len(exits.running) > done)
-        scheduler.release(exits.running[done].place)
+        scheduler.release(exits.running[done].ticket)
         done += 1
     assert sum(j.tenant == "small" for j in exits.running[: WINDOW + 20]) == 5
 
@@ -206,5 +207,101 @@ async def test_a_drain_ends_when_the_last_job_has_ended(parts: Parts) -> None:
     assert await scheduler.drain(0.02) == 1
     draining = asyncio.create_task(scheduler.drain(5))
     await asyncio.sleep(0)
-    scheduler.release(exits.running[0].place)
+    scheduler.release(exits.running[0].ticket)
     assert await draining == 0
+
+
+async def test_jobs_are_taken_out_wherever_they_wait_and_never_once_they_have_begun(parts: Parts) -> None:
+    scheduler, rendering, exits = parts
+    for n in range(4):
+        scheduler.put(job(n))
+    await until(lambda: scheduler.running == 4)
+    rendering.gates["job-4"] = asyncio.Event()
+    scheduler.put(job(4))  # being rendered
+    scheduler.put(job(5))  # rendered
+    scheduler.put(job(6, not_before=time.time() + 100))  # timed
+    for n in range(7, 10):  # the window's rest, or queued
+        scheduler.put(job(n))
+    places = {job(n).place for n in (0, 4, 5, 6, 9)}
+    assert {j.head.job_id for j in scheduler.take(places)} == {"job-4", "job-5", "job-6", "job-9"}
+    assert scheduler.queued == 2 and scheduler.begun(job(0).place) is not None
+    assert scheduler.begun(job(5).place) is None
+    rendering.gates["job-4"].set()
+    for n in range(4):
+        scheduler.release(exits.running[n].ticket)
+    await until(lambda: len(exits.running) == 6)
+    assert {j.head.job_id for j in exits.running[4:]} == {"job-7", "job-8"}
+    scheduler.run_alarms(time.time() + 101)
+    assert scheduler.queued == 0 and not exits.refused
+
+
+async def test_a_deadline_that_passed_while_the_job_ran_holds_when_it_comes_back(parts: Parts) -> None:
+    scheduler, _, exits = parts
+    scheduler.put(job(0, deadline=time.time() + 100))
+    await until(lambda: scheduler.running == 1)
+    scheduler.run_alarms(time.time() + 100.1)
+    assert not exits.refused  # the runner's, as long as it runs
+    scheduler.hold("engine")
+    scheduler.requeue(next(iter(scheduler.entries())))
+    scheduler.run_alarms(time.time() + 101)
+    assert [type(refusal) for _, refusal in exits.refused] == [Expired]
+
+
+async def test_alarms_of_jobs_that_ended_are_not_kept(parts: Parts) -> None:
+    scheduler, _, exits = parts
+    for n in range(1500):
+        scheduler.put(job(n, deadline=time.time() + 3600))
+        await until(lambda n=n: len(exits.running) == n + 1)
+        scheduler.release(exits.running[n].ticket)
+    assert len(scheduler._alarms) < 1100 and not scheduler._entries
+
+
+async def test_a_rendering_that_its_engine_cancelled_is_tried_again(parts: Parts) -> None:
+    scheduler, rendering, exits = parts
+    real, calls = rendering.prepare, 0
+
+    async def cancelled_once(job: Job) -> Prepared:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise asyncio.CancelledError
+        return await real(job)
+
+    rendering.prepare = cancelled_once  # type: ignore[method-assign]
+    scheduler.put(job(0))
+    await until(lambda: len(exits.running) == 1)
+
+
+async def test_a_task_that_raises_ends_its_job_and_frees_its_place(parts: Parts) -> None:
+    scheduler, _, exits = parts
+
+    async def broken(entry: Entry) -> None:
+        raise KeyError("bug")
+
+    exits.run = broken  # type: ignore[method-assign]
+    scheduler.put(job(0))
+    await until(lambda: len(exits.refused) == 1)
+    assert scheduler.running == 0 and exits.refused[0][1].code == "internal"
+
+
+async def test_a_release_under_another_epoch_frees_nothing(parts: Parts) -> None:
+    scheduler, _, exits = parts
+    scheduler.put(job(0))
+    await until(lambda: scheduler.running == 1)
+    ticket = exits.running[0].ticket
+    scheduler.release(Ticket(ticket.place, ticket.epoch + 1))
+    assert scheduler.running == 1
+
+
+async def test_reading_stops_while_too_many_bytes_wait(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, _, exits = parts
+    monkeypatch.setattr(scheduler_module, "MAX_BYTES", 1000)  # a test job has 200
+    told: list[bool] = []
+    scheduler.on_load = told.append
+    for n in range(8):
+        scheduler.put(job(n))
+    assert told == [True]
+    for n in range(8):
+        await until(lambda n=n: len(exits.running) > n)
+        scheduler.release(exits.running[n].ticket)
+    assert told == [True, False]

@@ -135,11 +135,11 @@ def kv_tokens(engine: AsyncLLM) -> int:
 
 
 def kill_children() -> None:
-    """Ends EngineCore processes that `shutdown` cannot reach: those of an engine that is still starting.
+    """Ends and reaps EngineCore processes: those of an engine that is still starting, which `shutdown` cannot reach.
 
     Nothing else of the worker uses multiprocessing; a Worker dies with its EngineCore (service/engine/orphans.py).
     """
-    for process in multiprocessing.active_children():
+    for process in multiprocessing.active_children():  # reaps those that have ended
         if process.name.startswith("EngineCore"):
             process.kill()
             process.join(timeout=5.0)

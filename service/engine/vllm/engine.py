@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 PRIORITY_MAX = 2**63 - 1  # beyond 64 bits a priority cannot be sent to EngineCore, and the request's state would leak
 WARM_UP_S = 300.0  # the first logprobs of an engine's life compile for up to 21 s on a CPU
 # Between SIGTERM and SIGKILL for the children of an idle engine, so that they unlink their shared memory.
-CLOSE_GRACE_S = 3.0
+CLOSE_GRACE_S = 5.0
 NO_TEMPLATE = "must provide a chat template"  # a base model: it serves plain completions
 ABORT_S = 5.0  # calls into a dying engine may hang for ever
 
@@ -291,7 +291,9 @@ class VllmEngine:
             # vLLM leaves the callers of a closed engine waiting for ever: they are told before their engine goes.
             engine.output_processor.propagate_error(self._compat.EngineDeadError())
             grace = CLOSE_GRACE_S if healthy else 0.0
-            await asyncio.get_running_loop().run_in_executor(self._thread, engine.shutdown, grace)
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._thread, engine.shutdown, grace)
+            await loop.run_in_executor(self._thread, self._compat.kill_children)  # reaps what was killed
         self._thread.shutdown(wait=False)
         folder, self._folder = self._folder, None
         if folder is not None:
