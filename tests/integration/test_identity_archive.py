@@ -1,4 +1,4 @@
-"""Single records by their place, on a real broker: whatever is asked for at once, in whatever order, gone or not (R7)."""
+"""What the archive finds on the status and reply topics of a real broker."""
 
 from __future__ import annotations
 

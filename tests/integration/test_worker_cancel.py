@@ -1,4 +1,4 @@
-"""Cancels and deadlines in whole workers with the simulated engine (R13, R14): who ends how, how soon, and only once."""
+"""Cancels and deadlines in whole workers with the simulated engine (R13, R14): who ends, how soon, only once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs whose time has not come, in whole workers with the simulated engine (R12): they wait on a topic, not in memory."""
+"""Jobs whose time has not come, in whole workers (simulated engine, R12): they wait on a topic, not in memory."""
 
 from __future__ import annotations
 
