@@ -1,54 +1,107 @@
-"""A pool's consumer group as its coordinator tells it: who owns which partition number, and what is not finished yet.
+"""A pool's consumer group: who owned which partition number from when on, and what is not finished yet.
 
-Owns a connection of its own, made anew after every failure, so that it outlives broker restarts. Never joins the group.
+The history is read from the broker's own log of group states (`__consumer_offsets`), so that no generation is missed,
+however short; the rest is asked of the coordinator. Never joins the group.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from io import BytesIO
+from typing import Any, NamedTuple
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.coordinator.protocol import ConsumerProtocol
+from aiokafka.errors import KafkaError
+from aiokafka.protocol.types import Array, Bytes, Int16, Int32, Int64, Schema, String
 
 from schemas.names import group_id, jobs_topics
 from service.ledger.metadata import Commit, decode
 
-# How often `follow` asks, and how long one answer may take, seconds.
-WATCH_S, ASK_S = 0.4, 5.0
+log = logging.getLogger(__name__)
+
+STATES = "__consumer_offsets"
+ASK_S = 5.0  # one question to the coordinator
+POLL_MS = 200
+
+# Kafka's GroupMetadataKey version 2 and GroupMetadataValue version 3, which brokers have written since 2.4.
+KEY_VERSION, VALUE_VERSION = 2, 3
+_KEY = Schema(("version", Int16), ("group", String("utf-8")))
+_VALUE = Schema(
+    ("version", Int16),
+    ("protocol_type", String("utf-8")),
+    ("generation", Int32),
+    ("protocol", String("utf-8")),
+    ("leader", String("utf-8")),
+    ("since", Int64),
+    (
+        "members",
+        Array(
+            ("member_id", String("utf-8")),
+            ("instance", String("utf-8")),
+            ("client_id", String("utf-8")),
+            ("client_host", String("utf-8")),
+            ("rebalance_timeout", Int32),
+            ("session_timeout", Int32),
+            ("subscription", Bytes),
+            ("assignment", Bytes),
+        ),
+    ),
+)
+
+
+class Member(NamedTuple):
+    id: str  # given by the coordinator: another one after every new join
+    worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A partition number that one worker had at `since` and another at `until`. Wall clock."""
+    """A partition number that went from one member to another. Wall clock, seconds."""
 
     number: int
-    since: float
-    until: float
+    at: float
     old: str
     new: str
 
 
 @dataclass(slots=True)
 class Owners:
-    """Who owned what when it was last known, and every move so far. Pure."""
+    """Who has what, and every move so far. Pure."""
 
-    now: dict[int, str] = field(default_factory=dict)
-    at: float = 0.0
+    now: dict[int, Member] = field(default_factory=dict)
     moves: list[Move] = field(default_factory=list)
 
-    def saw(self, owners: dict[int, str], since: float, until: float) -> None:
-        """These owners were told by an answer that was asked for at `since` and came at `until`."""
+    def saw(self, owners: Mapping[int, Member], at: float) -> None:
+        """An assignment of the group. A number that nobody has keeps its last owner until somebody else has it."""
         for number, new in owners.items():
             old = self.now.get(number)
-            if old is not None and old != new:
-                self.moves.append(Move(number, self.at, until, old, new))
-        self.now = owners
-        self.at = since
+            if old is not None and old.id != new.id:
+                self.moves.append(Move(number, at, old.worker, new.worker))
+        self.now.update(owners)
+
+
+def assignment(key: bytes | None, value: bytes | None, group: str) -> dict[int, Member]:
+    """Partition number → member, as a record of `__consumer_offsets` tells it; empty if it tells of no assignment."""
+    if not key or not value or int.from_bytes(key[:2], "big") != KEY_VERSION or _decode(_KEY, key)[1] != group:
+        return {}
+    if int.from_bytes(value[:2], "big") != VALUE_VERSION:
+        return {}
+    owners: dict[int, Member] = {}
+    for member_id, _, worker, _, _, _, _, assigned in _decode(_VALUE, value)[6]:
+        if assigned:
+            for _, numbers in ConsumerProtocol.ASSIGNMENT.decode(assigned).assignment:
+                owners.update(dict.fromkeys(numbers, Member(member_id, worker)))
+    return owners
+
+
+def _decode(schema: Schema, data: bytes) -> Any:
+    return schema.decode(BytesIO(data))
 
 
 class Group:
@@ -58,21 +111,26 @@ class Group:
         self._admin: AIOKafkaAdminClient | None = None
         self.owners = Owners()
 
-    async def follow(self) -> None:
-        """Keeps `owners` up to date until it is cancelled."""
-        while True:
-            since = time.time()
-            try:
-                owners = await self._owners()
-            except asyncio.CancelledError:
-                if (task := asyncio.current_task()) is None or task.cancelling():
-                    raise
-                owners = {}  # the client library cancels its own futures when a connection goes away
-            except Exception:
-                owners = {}  # no broker, or no coordinator
-            if owners:
-                self.owners.saw(owners, since, time.time())
-            await asyncio.sleep(WATCH_S)
+    async def follow(self, partitions: int) -> None:
+        """Keeps `owners` up to date, from the group's beginning, until it is cancelled. `partitions`: of the states."""
+        consumer = AIOKafkaConsumer(
+            bootstrap_servers=self._bootstrap, enable_auto_commit=False, auto_offset_reset="earliest"
+        )
+        await consumer.start()
+        try:
+            consumer.assign([TopicPartition(STATES, number) for number in range(partitions)])
+            while True:
+                try:
+                    for records in (await consumer.getmany(timeout_ms=POLL_MS)).values():
+                        for record in records:
+                            owners = assignment(record.key, record.value, group_id(self._pool))
+                            self.owners.saw(owners, record.timestamp / 1000)
+                except KafkaError as error:  # it goes on from where it was
+                    log.warning("reading group states: %r", error)
+                    await asyncio.sleep(0.2)
+        finally:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(consumer.stop(), 2.0)
 
     async def behind(self, consumer: AIOKafkaConsumer, partitions: int) -> list[str]:
         """Partitions of which not everything is committed as finished, in words; empty = all is done.
@@ -99,18 +157,6 @@ class Group:
         if admin is not None:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(admin.close(), 1.0)
-
-    async def _owners(self) -> dict[int, str]:
-        """Partition number → worker; empty while the group is rebalancing."""
-        owners: dict[int, str] = {}
-        for answer in await self._ask("describe_consumer_groups", [group_id(self._pool)]):
-            for _, _, state, _, _, members, *_ in answer.groups:
-                if state != "Stable":
-                    return {}
-                for _, worker, _, _, assigned, *_ in members:
-                    for _, numbers in ConsumerProtocol.ASSIGNMENT.decode(assigned).assignment:
-                        owners.update(dict.fromkeys(numbers, worker))
-        return owners
 
     async def _ask(self, what: str, *arguments: Any) -> Any:
         try:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# Cancels known at a time: about 60 MB. Beyond it the oldest are forgotten.
-MOST = 400_000
+# Cancels known at a time: at most 50 MB. Beyond it the oldest are forgotten.
+MOST = 200_000
 
 
 class Wish(NamedTuple):

@@ -160,10 +160,11 @@ def _hit_by(trace: Trace, hit: Hit) -> bool:
 
 
 def _moved(trace: Trace, move: Move) -> bool:
+    """Whether it ran on the old owner when its partition went to another."""
     if all(place.partition != move.number for place in trace.places):
         return False
     return any(
-        worker == move.old and since <= move.until and until >= move.since - ACK_S
+        worker == move.old and since <= move.at + ACK_S and until >= move.at - ACK_S
         for worker, since, until in _spans(trace)
     )
 

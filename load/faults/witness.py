@@ -21,7 +21,7 @@ from aiokafka.errors import KafkaError
 
 from client.reader import TERMINAL, Reader, Step
 from load.faults.jobs import Planned
-from load.group import Group
+from load.group import STATES, Group
 from schemas.names import REPLIES, jobs_topic, status_topic
 from service.job import Place
 
@@ -161,7 +161,7 @@ class Witness:
             for place in places:
                 await self._consumer.position(place)
         self._spawn(self._read())
-        self._spawn(self.group.follow())
+        self._spawn(self.group.follow(len(await self._producer.partitions_for(STATES))))
         return self
 
     async def __aexit__(self, *_: object) -> None:

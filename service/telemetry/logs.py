@@ -34,7 +34,8 @@ MAX_KEYS = 1024  # distinct lines remembered
 NOISY = {
     "aiokafka": logging.WARNING,
     "faststream": logging.WARNING,
-    "opentelemetry": logging.ERROR,  # the tracer reports once that the collector is away, and once that it is back
+    # The tracer reports once that the collector is away, and once that it is back; the exporter at every batch.
+    "opentelemetry": logging.CRITICAL,
     "urllib3": logging.ERROR,
     "uvicorn": logging.WARNING,
     "asyncio": logging.WARNING,

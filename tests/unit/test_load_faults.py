@@ -10,7 +10,7 @@ from load.faults.jobs import Planned, lethal, plan
 from load.faults.judgement import Numbers, judge
 from load.faults.rounds import Options, command, draw
 from load.faults.witness import Trace
-from load.group import Move, Owners
+from load.group import Member, Move, Owners
 from service.job import Place
 
 WORKER, OTHER = "w1", "w2"
@@ -111,8 +111,8 @@ def test_a_rerun_needs_an_interruption_of_its_own_worker_while_it_ran() -> None:
     ):
         found = numbers(rerun(), hits=(hit,))
         assert (found.interrupted, found.unexplained) == (int(explained), int(not explained)), hit
-    assert numbers(rerun(), moves=(Move(3, 102.0, 103.0, WORKER, OTHER),)).interrupted == 1
-    assert numbers(rerun(), moves=(Move(4, 102.0, 103.0, WORKER, OTHER),)).interrupted == 0, "another partition"
+    assert numbers(rerun(), moves=(Move(3, 103.0, WORKER, OTHER),)).interrupted == 1
+    assert numbers(rerun(), moves=(Move(4, 103.0, WORKER, OTHER),)).interrupted == 0, "another partition"
 
 
 def test_a_job_that_ran_again_after_its_known_end_is_late() -> None:
@@ -138,11 +138,14 @@ def test_a_lethal_job_interrupts_what_runs_beside_it() -> None:
     assert found.reruns == 2 and found.unexplained == 1
 
 
-def test_moves_are_seen_between_two_answers_of_the_coordinator() -> None:
+def test_a_move_is_a_number_with_another_member() -> None:
     owners = Owners()
-    owners.saw({0: "a", 1: "b"}, 10.0, 10.1)
-    owners.saw({0: "a", 1: "a"}, 11.0, 11.1)
-    assert owners.moves == [Move(1, 10.0, 11.1, "b", "a")]
+    first, again, other = Member("a-1", "a"), Member("a-2", "a"), Member("b-1", "b")
+    owners.saw({0: first, 1: other}, 10.0)
+    owners.saw({0: first}, 11.0)  # nobody has 1
+    owners.saw({0: again, 1: other}, 12.0)
+    owners.saw({0: other, 1: other}, 13.0)
+    assert owners.moves == [Move(0, 12.0, "a", "a"), Move(0, 13.0, "a", "b")]
 
 
 def test_a_round_follows_from_its_seed_alone() -> None:
