@@ -50,7 +50,13 @@ async def start(wire: Double, *arguments: str) -> Process:
         stderr=PIPE,
         env=environment,
         cwd=Path(__file__).parents[2],
+        preexec_fn=_interruptible,
     )
+
+
+def _interruptible() -> None:
+    """A run in the background of a shell ignores SIGINT, and what it starts inherits that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 async def call(wire: Double, *arguments: str, stdin: str = "") -> tuple[int | None, str, str]:

@@ -1,4 +1,4 @@
-"""Jobs whose time has not come, in whole workers (simulated engine, R12): they wait on a topic, not in memory."""
+"""Timed jobs in whole workers with the simulated engine (R12): they wait on a topic of the service, not in memory."""
 
 from __future__ import annotations
 
@@ -155,6 +155,21 @@ async def test_a_crowd_of_timed_jobs_runs_when_it_is_due_each_once(yard: Yard) -
     for id in ids:
         assert len(yard.wire.terminals(id)) == 1 and len(events_of(yard.wire, id, "started")) == 1
     assert min(yard.started(id) for id in ids) >= at - 0.01
+
+
+async def test_a_worker_killed_while_it_moves_jobs_loses_none_and_runs_none_twice(yard: Yard) -> None:
+    await yard.pool.start("first")
+    at = time.time() + 30
+    ids = [(await yard.publish(at - time.time()))[0] for _ in range(40)]
+    await until(lambda: yard.moved(ids[0]), "the first record on deferred", 20)
+    await yard.pool.stop("first", kill=True)  # some are moved and not committed, and will be moved once more
+    await yard.pool.start("second")
+    await until(lambda: all(yard.wire.terminals(id) for id in ids), "the end of all", 90)
+    await until(lambda: all(statuses(yard.wire, yard.pool, id) for id in ids), "their status records", 20)
+    for id in ids:
+        assert len(yard.wire.terminals(id)) == 1 and len(events_of(yard.wire, id, "started")) == 1
+    code, account = await told(yard.pool.bootstrap, yard.pool.name, "reconcile", "--since", "15m")
+    assert (code, account["ok"], account["running"]) == (0, 40, 0), account
 
 
 async def test_a_timed_job_is_cancelled_at_once(yard: Yard) -> None:

@@ -7,7 +7,7 @@ import copy
 import hashlib
 import time
 from collections.abc import Awaitable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import orjson
@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from schemas import names
-from schemas.errors import ErrorCode
+from schemas.errors import ErrorCode, Expired
 from schemas.tenants import Tenant, TenantLimits
 from service.intake.intake import LARGE, Intake
 from service.intake.verdict import Lookup, Refused, Undeliverable, Verdict
@@ -470,6 +470,22 @@ def test_a_store_that_is_away_has_a_code_of_its_own() -> None:
     assert isinstance(verdict, Refused) and verdict.refusal.code == ErrorCode.STORE_UNAVAILABLE
 
 
+async def test_a_deadline_ends_a_job_whose_input_is_being_fetched() -> None:
+    door = Door()
+    ref = stored(door, b"{}")
+
+    async def get(*_: object) -> bytes:
+        await asyncio.sleep(60)
+        return b""
+
+    door.store.get = get  # type: ignore[method-assign]
+    deadline = (datetime.now(UTC) + timedelta(seconds=0.05)).isoformat()
+    found = door.read(job(body=..., input=ref, deadline=deadline))
+    assert isinstance(found, Lookup)
+    verdict = await asyncio.wait_for(found.finish(), 2)
+    assert isinstance(verdict, Refused) and isinstance(verdict.refusal, Expired)
+
+
 def test_large_records_are_read_in_a_thread() -> None:
     found = Door().read(job(body=body(messages=[{"role": "user", "content": "x" * LARGE}])))
     assert isinstance(found, Lookup)
@@ -504,7 +520,7 @@ def test_a_damaged_origin_falls_back_to_the_records_place(origin: bytes) -> None
     assert isinstance(verdict, Job) and verdict.head.origin == str(place) and verdict.starts == 0
 
 
-def test_the_digest_is_of_the_content_without_run_whatever_the_order_of_keys() -> None:
+def test_the_digest_is_of_the_content_without_run_and_reply_whatever_the_order_of_keys() -> None:
     door = Door()
 
     def digest(value: Any) -> str:
@@ -515,6 +531,7 @@ def test_the_digest_is_of_the_content_without_run_whatever_the_order_of_keys() -
     first = digest(job())
     assert digest(dict(reversed(job().items()))) == first
     assert digest(job(run=7)) == first
+    assert digest(job(reply={"topic": names.REPLIES, "partition": 3, "stream": False})) == first
     assert digest(job(metadata={"a": "b"})) != first
     assert digest(job(body=body(max_tokens=9))) != first
 
