@@ -193,6 +193,7 @@ class Worker:
 
     def _loaded(self, heavy: bool) -> None:
         """The bodies that wait have passed their bound, or are half below it again: reading follows."""
+        self.reception.deferral.held = heavy
         if heavy:
             self.consumer.pause_all("memory")
         else:

@@ -70,6 +70,7 @@ class Deferral:
         hit: Callable[[str, str, int, int], bool],
         moved: Callable[[], None] = lambda: None,
     ) -> None:
+        self.held = False  # nothing that is due is read meanwhile: too much waits in memory
         self._topic = deferred_topic(settings.pool)
         self._copied = frozenset({self._topic, overflow_topic(settings.pool)})
         self._book = book
@@ -206,6 +207,8 @@ class Deferral:
 
     def run_once(self, now: float) -> None:
         """Everything that is due, as far as there is room, is read."""
+        if self.held:
+            return
         for key, table in self._tables.items():
             room = min(self._book.room(key), READING - self._reading[key])
             for offset in table.take(now + LEAD_S, room) if room > 0 else ():

@@ -323,6 +323,16 @@ async def test_a_crowd_that_falls_due_at_once_is_read_as_far_as_there_is_room(he
     assert Counter(here.admitted) == Counter(Place(*DEFERRED, offset) for offset in range(7))
 
 
+async def test_nothing_that_is_due_is_read_while_too_much_waits(here: Surroundings) -> None:
+    here.admit(*here.lies(0))
+    here.deferral.keeps = lambda record, ticket: False  # type: ignore[method-assign]
+    for held in (True, False):
+        here.deferral.held = held
+        here.deferral.run_once(time.time() + 2 * HOUR)
+        await settle(here)
+        assert len(here.admitted) == (not held)
+
+
 async def test_a_cancel_reads_the_timed_job_at_once(here: Surroundings) -> None:
     for offset in range(3):
         here.admit(*here.lies(offset))
