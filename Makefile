@@ -24,7 +24,7 @@ demo: setup ## the whole service at work on real parts; stops everything again
 	@$(RUN) headrace demo
 
 test: setup ## every test, on real parts of its own
-	@$(RUN) pytest tests/unit tests/integration tests/faults
+	@$(RUN) pytest tests/unit tests/integration tests/faults --durations=15
 
 check: $(UV) ## style, types and the order of the rooms
 	@$(PYTHON) -m infra.prepare $(UV) environment

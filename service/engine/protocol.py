@@ -76,6 +76,10 @@ class EngineLost(Exception):
     """The engine died or hangs; every running request ends with this. Retry after it is rebuilt."""
 
 
+class EngineAway(EngineLost):
+    """The engine was dead or not there yet when it was asked: the request cannot have killed it (R11)."""
+
+
 class Overloaded(Exception):
     """The engine's own queue is full: try again when something has ended."""
 
@@ -98,7 +102,7 @@ class Engine(Protocol):
         """Lists of deltas as they come, then one Finished. A `Prepared` is used once.
 
         Closing the iterator (or cancelling the task) frees the engine's slot.
-        Raises Refusal, EngineFault, EngineLost, Overloaded.
+        Raises Refusal, EngineFault, EngineLost, EngineAway, Overloaded.
         """
 
     async def cancel(self, attempt: str) -> None:

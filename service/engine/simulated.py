@@ -21,6 +21,7 @@ from service.engine import pace, script
 from service.engine.bounds import queue_bound
 from service.engine.protocol import (
     Capacity,
+    EngineAway,
     EngineFault,
     EngineLost,
     EngineState,
@@ -134,7 +135,7 @@ class SimulatedEngine:
 
     async def run(self, job: Job, prepared: Prepared, attempt: str, priority: int) -> AsyncIterator[Output]:
         if self._state is not EngineState.READY or self._loop is None:
-            raise EngineLost(f"the engine is {self._state}")
+            raise EngineAway(f"the engine is {self._state}")
         if self._sequences + prepared.n > self._bound:
             raise Overloaded(f"{self._sequences} sequences are in the engine already")
         request = self._enter(job, prepared, attempt, priority)

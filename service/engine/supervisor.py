@@ -18,6 +18,7 @@ from typing import cast
 from service.engine.protocol import (
     Capacity,
     Engine,
+    EngineAway,
     EngineLost,
     EngineState,
     EngineStats,
@@ -105,7 +106,7 @@ class Supervisor:
 
     async def run(self, job: Job, prepared: Prepared, attempt: str, priority: int) -> AsyncIterator[Output]:
         if self._state is not EngineState.READY:
-            raise EngineLost(f"the engine is {self._state}")
+            raise EngineAway(f"the engine is {self._state}")
         engine = self._engine
         outputs = cast(AsyncGenerator[Output, None], engine.run(job, prepared, attempt, priority))
         try:
