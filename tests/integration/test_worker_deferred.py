@@ -201,7 +201,7 @@ async def test_records_on_overflow_are_admitted_like_jobs(yard: Yard) -> None:
             orjson.dumps(value),
             key=b"acme",
             partition=3,
-            headers=[(H_ORIGIN, origin.encode()), (H_PUBLISHED, b"1700000000000")],
+            headers=[(H_ORIGIN, origin.encode()), (H_PUBLISHED, str(int(time.time() * 1000)).encode())],
         )
     assert (await yard.wire.ended(value["id"], 30))["type"] == "completed"
     await until(lambda: statuses(yard.wire, yard.pool, value["id"]), "its status record", 10)
