@@ -11,7 +11,7 @@ RUN := $(UV) run --no-sync
 unexport MAKEFLAGS MFLAGS MAKELEVEL
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check clean
+.PHONY: help setup demo test faults check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -23,8 +23,15 @@ setup: $(UV) ## the locked environment, the model and the local stack's programs
 demo: setup ## the whole service at work on real parts; stops everything again
 	@$(RUN) headrace demo
 
-test: setup ## every test, on real parts of its own
-	@$(RUN) pytest tests/unit tests/integration tests/faults --durations=15
+# Whole workers with the simulated engine and broken parts: minutes of waiting for time-outs, so a level of their own.
+FAULTS := tests/integration/test_worker_cancel.py tests/integration/test_worker_deferred.py \
+  tests/integration/test_worker_duplicates.py tests/integration/test_dead_letters.py tests/integration/test_reconcile.py
+
+test: setup ## unit and integration tests, on real parts of their own
+	@$(RUN) pytest tests/unit tests/integration $(addprefix --ignore=,$(FAULTS)) --durations=15
+
+faults: setup ## kills, outages, cancels, copies, timed jobs, dead letters, reconcile
+	@$(RUN) pytest $(FAULTS) tests/faults --durations=15
 
 check: $(UV) ## style, types and the order of the rooms
 	@$(PYTHON) -m infra.prepare $(UV) environment
