@@ -111,6 +111,8 @@ class Book:
         if not isinstance(ledger, TimedLedger) or not ledger.time(ticket.place.offset):
             return False
         self._relieve(ticket, ledger)
+        if ledger.must_pause() and self.on_pressure is not None:
+            self.on_pressure(ticket.place[:2], True)
         return True
 
     def due(self, ticket: Ticket) -> bool:

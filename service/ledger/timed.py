@@ -96,7 +96,7 @@ class TimedLedger(Ledger):
         # As long as what is read again: its first one is asked for at every record, which a plain dict makes slow.
         self._pending = OrderedDict(snapshot.unfinished)
         self._timed = Runs()
-        self._done: dict[int, int] = {}  # bucket of finished offsets → lowest offset of their status records
+        self._done = _finished(snapshot)  # bucket of finished offsets → lowest offset of their status records
 
     # reading
 
@@ -114,7 +114,6 @@ class TimedLedger(Ledger):
             return False
         del self._live[offset]
         self._timed.add(offset)
-        self._entries = None
         return True
 
     def due(self, offset: int) -> bool:
@@ -122,7 +121,6 @@ class TimedLedger(Ledger):
         if not self._timed.discard(offset):
             return False
         self._live[offset] = 0
-        self._entries = None
         return True
 
     @property
@@ -219,6 +217,18 @@ class TimedLedger(Ledger):
         status_next = min([self.status_next, *news])
         metadata = encode(watermark, following, status_next, entries, clean=clean, runs=True, writer=writer)
         return Commit(watermark, metadata)
+
+
+def _finished(snapshot: Snapshot) -> dict[int, int]:
+    """What former owners finished above the watermark, only the commit tells. Should a later one be cut shorter, the
+    status topic must: where is not known, so from its beginning on."""
+    buckets: dict[int, int] = {}
+    expected = snapshot.watermark
+    for offset in (*snapshot.unfinished, snapshot.next):
+        if offset > expected:
+            buckets.update(dict.fromkeys(range(expected // BUCKET, (offset - 1) // BUCKET + 1), 0))
+        expected = offset + 1
+    return buckets
 
 
 def _joined(runs: Iterable[Run]) -> Iterator[Run]:
