@@ -27,6 +27,7 @@ TIER = "bulk"
 # Memory is judged from here on: pools, caches and windows of fixed size have filled up.
 WARM_JOBS = 50_000
 FLAT = 0.10  # of the resident size at that point
+STRETCHES = 20
 SAMPLE_S = 1.0
 # No job has ended for so long: it has stopped.
 STUCK_S = 60.0
@@ -162,16 +163,23 @@ def _cpu_s(process: psutil.Process | None) -> float:
 
 
 def _memory(points: list[tuple[int, int]]) -> dict[str, Any]:
-    """Resident size against what it was when WARM_JOBS had ended: the median of the first tenth after that point."""
-    warm = [size for done, size in points if done >= WARM_JOBS] or [size for _, size in points]
-    base = statistics.median(warm[: max(1, len(warm) // 10)])
-    low, high = min(warm) / base, max(warm) / base
+    """Resident size over twenty stretches of the way after WARM_JOBS, each by its median: single samples show what a
+    batch takes for a moment, and gives back. Flat = every stretch within FLAT of the first."""
+    warm = [point for point in points if point[0] >= WARM_JOBS] or points
+    width = max(1, -(-(warm[-1][0] - warm[0][0] + 1) // STRETCHES))
+    stretches: dict[int, list[int]] = {}
+    for done, size in warm:
+        stretches.setdefault((done - warm[0][0]) // width, []).append(size)
+    course = [statistics.median(sizes) for _, sizes in sorted(stretches.items())]
+    low, high = min(course) / course[0], max(course) / course[0]
     return {
-        "at_50000_mib": _mib(base),
-        "peak_mib": _mib(max(warm)),
-        "end_mib": _mib(warm[-1]),
+        "at_50000_mib": _mib(course[0]),
+        "end_mib": _mib(course[-1]),
         "lowest": round(low, 3),
         "highest": round(high, 3),
+        "lowest_sample_mib": _mib(min(size for _, size in warm)),
+        "highest_sample_mib": _mib(max(size for _, size in warm)),
+        "course_mib": [_mib(size) for size in course],
         "flat": low >= 1 - FLAT and high <= 1 + FLAT,
     }
 

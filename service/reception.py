@@ -126,7 +126,7 @@ class Reception:
             self._metrics.cancel("admission")
             self._end_unstarted(arrival.head, Cancelled(), arrival.received, arrival.record)
         else:
-            self._scheduler.put(job)
+            self._scheduler.put(job, alone=self._runner.is_suspect(job))
 
     def answer(self, arrival: Arrival, kind: str, answer: Answer) -> None:
         stream = self._link.open(arrival.head, announce=False, prompt_tokens=0, record=arrival.record)

@@ -14,7 +14,16 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Protocol, cast
 
 from schemas.errors import Cancelled, ErrorCode, Expired, Refusal
-from service.engine.protocol import Engine, EngineFault, EngineLost, Finished, Output, Overloaded, Prepared
+from service.engine.protocol import (
+    Engine,
+    EngineAway,
+    EngineFault,
+    EngineLost,
+    Finished,
+    Output,
+    Overloaded,
+    Prepared,
+)
 from service.frames import Dead, Delta, Error, Head, Timing, Usage
 from service.job import Job, Place, Record
 from service.ledger.book import Book
@@ -25,6 +34,9 @@ log = logging.getLogger(__name__)
 
 # Attempts after engine-transient errors, the first included.
 MAX_ATTEMPTS = 4
+# Unclean starts (R11) from which on a job runs alone, so that the one that the engine dies of is found; and those with
+# which it is not run again: its worker may be killed by it, which leaves nobody to say so.
+SUSPECT_STARTS, MAX_STARTS = 2, 5
 # Back-off before attempt k + 1: 0.2 s x 4^(k-1), i.e. 0.2, 0.8, 3.2 s, each times 0.5 to 1.5 to spread jobs out.
 BACKOFF_S, BACKOFF_FACTOR = 0.2, 4.0
 # A cancelled attempt that has not ended by itself after this is taken from the engine (its place is free in 1 s: R13).
@@ -71,6 +83,14 @@ class Runner:
         self._attempts: dict[Place, _Attempt] = {}  # in the engine
         self._cancels: set[asyncio.Task[None]] = set()
 
+    def starts(self, job: Job) -> int:
+        """Unclean starts of this job so far, wherever it lay (R11)."""
+        return job.starts + self._book.starts(job.ticket)
+
+    def is_suspect(self, job: Job) -> bool:
+        """Whether it must run alone: it was there each time that an engine or a worker died."""
+        return self.starts(job) >= SUSPECT_STARTS
+
     def cancel(self, entry: Entry) -> bool:
         """Ends a job that has begun `cancelled`, with what there is of it. False: how it ends is decided already."""
         task = entry.task
@@ -111,18 +131,21 @@ class Runner:
             else:
                 self._scheduler.requeue(entry)
 
-    def _end_between(self, entry: Entry, refusal: Refusal) -> None:
+    def _end_between(self, entry: Entry, refusal: Refusal, dead: bool = False) -> None:
         """Ends a job that has its place at the engine and no attempt under way."""
         job, prepared = entry.job, entry.prepared
         assert prepared is not None
         stream = self._delivery.open(
             job.head, announce=False, prompt_tokens=0, number=entry.attempt + 1, record=job.record
         )
-        _Attempt(job, entry, stream, prepared, self._metrics).fail(refusal)
+        _Attempt(job, entry, stream, prepared, self._metrics).fail(refusal, dead)
 
     async def _run(self, entry: Entry) -> None:
         job, prepared = entry.job, entry.prepared
         assert prepared is not None
+        if (starts := self.starts(job)) >= MAX_STARTS:
+            self._end_between(entry, Refusal(ErrorCode.POISON_JOB, _poison(starts)), dead=True)
+            return
         self._book.start(job.ticket)
         if self._book.careful(job.ticket):  # it may be what killed its last worker: its start is counted first (R11)
             while not await self._commit():  # a rebalance or an outage is under way
@@ -147,12 +170,18 @@ class Runner:
                 return
             except (EngineFault, EngineLost, Overloaded) as fault:
                 lost = isinstance(fault, EngineLost)
-                if lost:
+                present = lost and not isinstance(fault, EngineAway)
+                if present:
                     self._book.crashed(job.ticket)
                 if entry.cancelled:
                     attempt.end(Cancelled.terminal)
                     return
-                entry.faults += 1
+                starts = self.starts(job)
+                if present and (entry.alone or starts >= MAX_STARTS):
+                    attempt.fail(Refusal(ErrorCode.POISON_JOB, _poison(starts)), dead=True)
+                    return
+                entry.alone = starts >= SUSPECT_STARTS
+                entry.faults += not lost
                 if entry.faults >= MAX_ATTEMPTS:
                     attempt.fail(Refusal(ErrorCode.ENGINE_FAILED, _engine_failed(entry.faults)), dead=True)
                     return
@@ -276,6 +305,13 @@ def error_of(refusal: Refusal) -> Error | None:
     if refusal.terminal != Refusal.terminal:  # expired, cancelled
         return None
     return Error(refusal.code, refusal.message, refusal.retriable)
+
+
+def _poison(starts: int) -> str:
+    return (
+        f"an engine or a worker died {starts} times while this job ran; look at the dead letter and the engine's log "
+        "before it is replayed"
+    )
 
 
 def _engine_failed(attempts: int) -> str:

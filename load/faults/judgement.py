@@ -47,6 +47,7 @@ class Numbers:
     failed: int = 0  # ended otherwise than they should
     crashes: int = 0  # workers that ended by themselves
     orphans: int = 0  # processes that outlived their worker
+    strays: int = 0  # partition numbers that went from one survivor of a kill to another
     unsettled: int = 0  # rounds that did not come to rest in time
     settled_s: float = 0.0  # the longest time from the last fault's end to rest
 
@@ -60,7 +61,7 @@ class Numbers:
     def good(self) -> bool:
         wrong = (
             *(self.lost, self.doubled, self.numbering_gaps, self.torn, self.failed, self.late),
-            *(self.crashes, self.orphans, self.unsettled, self.unexplained),
+            *(self.crashes, self.orphans, self.strays, self.unsettled, self.unexplained),
         )
         return not any(wrong) and self.reruns <= self.interrupted
 

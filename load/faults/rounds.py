@@ -9,7 +9,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,8 @@ ORPHAN_S = 15.0
 # A worker's own stop may take as long as its drain.
 DRAIN_S = 4.0
 START_TOLERANCE = 1.5  # a rebuilt engine against a measured start
+
+KILL = "kill-worker"
 
 COUNT = {"simulated": 200, "vllm": 100}
 # Output tokens: of a real engine on two cores a fraction, or a round takes minutes.
@@ -207,6 +209,7 @@ class Round:
         witness, flow = self._witness, self._flow
         witness.traces.clear()
         witness.group.owners.moves.clear()
+        before = set(self._arena.workers)
         planned = plans.plan(
             self._run, self._chance, count=flow.count, over_s=flow.over_s, model=self._model, scale=flow.scale
         )
@@ -226,8 +229,19 @@ class Round:
         numbers.crashes = await self._replace_crashed()
         numbers.orphans = await self._orphans()
         numbers.unsettled = not rested
+        if set(self._faults) == {KILL}:  # nothing else gives a survivor a reason to lose one
+            numbers.strays = self._strays(before - {hit.worker for hit in self.scene.hits})
         judgement.findings[:0] = self._findings
         return judgement
+
+    def _strays(self, survivors: Set[str | None]) -> int:
+        strays = [
+            move
+            for move in self._witness.group.owners.moves
+            if move.old != move.new and {move.old, move.new} <= survivors
+        ]
+        self._findings += [f"partition {move.number} went from {move.old} to {move.new}" for move in strays]
+        return len(strays)
 
     def _clock(self) -> str:
         return f"{time.monotonic() - self._began:5.1f} s"

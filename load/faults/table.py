@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -11,13 +10,13 @@ from load.faults.rounds import Report
 
 COLUMNS = ("rounds", "jobs", "lost", "doubled", "suppressed", "interrupted", "reruns")
 # Each of them is wrong; the JSON object tells them apart.
-WRONG = ("unexplained", "late", "torn", "failed", "crashes", "orphans", "unsettled")
+WRONG = ("unexplained", "late", "torn", "failed", "crashes", "orphans", "strays", "unsettled")
 
 SHORT = {"suppressed": "suppr", "interrupted": "interr", "rounds": "rnds", "doubled": "doubl"}  # 80 columns
 
 
 def show(console: Console, report: Report) -> None:
-    table = Table(title="faults", box=SIMPLE, padding=(0, 1))
+    table = Table(title="faults", box=None, padding=(0, 1, 0, 0))
     table.add_column("fault", no_wrap=True)
     for name in (*map(SHORT.get, COLUMNS, COLUMNS), "gaps", "wrong", "rest s"):
         table.add_column(name, justify="right", no_wrap=True)

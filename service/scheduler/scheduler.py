@@ -76,7 +76,8 @@ class Entry:
     claim: Claim | None = None
     admitted: float | None = None
     attempt: int = 0  # attempts made by this worker
-    faults: int = 0  # those that the engine failed, or died with
+    faults: int = 0  # those that the engine failed
+    alone: bool = False  # nothing else may run beside it: an engine may die of it (R11)
     task: asyncio.Task[None] | None = None
     interrupted: bool = False  # stopped for want of memory: it goes back to the queue
     cancelled: bool = False  # stopped because somebody asked for it: it ends (R13)
@@ -146,9 +147,10 @@ class Scheduler:
 
     # -- jobs in
 
-    def put(self, job: Job) -> None:
+    def put(self, job: Job, *, alone: bool = False) -> None:
+        """`alone`: nothing may run beside it (R11)."""
         now = time.time()
-        entry = Entry(job, now)
+        entry = Entry(job, now, alone=alone)
         self._keep(entry)
         if job.head.progress:
             self._alarm(now + WAITING_FIRST_S, Alarm.NOTICE, entry)
@@ -338,6 +340,8 @@ class Scheduler:
         for place, entry in list(self._window.items()):
             if entry.prepared is None:
                 continue  # still being rendered: the next one goes on
+            if self._running and (entry.alone or next(iter(self._running.values())).alone):
+                return  # one that runs alone is the first and the only one
             claim = self._admission.claim(entry.prepared, self._prediction(entry.job.tenant).expected_output())
             if not self._admission.fits(claim):
                 return  # wait for this one, else small jobs would overtake a large one for ever

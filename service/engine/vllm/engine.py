@@ -24,6 +24,7 @@ from schemas.names import CHAT, COMPLETIONS
 from service.engine import pace
 from service.engine.protocol import (
     Capacity,
+    EngineAway,
     EngineFault,
     EngineLost,
     EngineState,
@@ -193,7 +194,7 @@ class VllmEngine:
 
     def run(self, job: Job, prepared: Prepared, attempt: str, priority: int) -> AsyncIterator[Output]:
         if self.state is not EngineState.READY:
-            return _lost(f"the engine is {self.state}")
+            return _away(f"the engine is {self.state}")
         return self._generate(prepared, attempt, priority)
 
     async def _generate(self, prepared: Prepared, attempt: str, priority: int) -> AsyncIterator[Output]:
@@ -320,6 +321,6 @@ class VllmEngine:
         return text[-failures.LOG_TAIL :]
 
 
-async def _lost(reason: str) -> AsyncIterator[Output]:
-    raise EngineLost(reason)
+async def _away(reason: str) -> AsyncIterator[Output]:
+    raise EngineAway(reason)
     yield []  # makes this an async generator
