@@ -21,8 +21,10 @@ from client.errors import (
 )
 from client.reader import Reader, Step
 from client.result import BlobRef, Chunk, Result, ResultOnly, ResumeToken, Started, Usage, Waiting
+from client.signing import Signer
 from client.store import StoreAccess
 from client.submitted import Submitted
+from schemas.security import KafkaSecurity
 
 __all__ = [
     "BlobRef",
@@ -36,6 +38,7 @@ __all__ = [
     "JobEnded",
     "JobExpired",
     "JobFailed",
+    "KafkaSecurity",
     "PublishFailed",
     "Reader",
     "Result",
@@ -43,6 +46,7 @@ __all__ = [
     "ResultTimeout",
     "ResumeExpired",
     "ResumeToken",
+    "Signer",
     "Started",
     "Step",
     "StoreAccess",

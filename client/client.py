@@ -7,48 +7,58 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import orjson
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
-from aiokafka.errors import KafkaError, MessageSizeTooLargeError, TopicAuthorizationFailedError
+from aiokafka.errors import KafkaError
 
-from client.errors import ClientError, Closed, InvalidJob, PublishFailed, ResultTimeout, UnknownTopic, Unreachable
-from client.record import MAX_RECORD_BYTES, JobRecord, When, build, moment, new_id, partition_of
-from client.replies import FETCH_BYTES, Replies
+from client.connection import REMEDY, Connection
+from client.errors import ClientError, Closed, InvalidJob, ResultTimeout, UnknownTopic, Unreachable
+from client.record import MAX_RECORD_BYTES, JobRecord, When, build, moment, new_id
+from client.registry import Registry
+from client.replies import Replies
 from client.result import BlobRef, Result, ResumeToken
+from client.signing import Signer
 from client.store import Store, StoreAccess
 from client.stream import Stream
 from client.submitted import Place, Submitted
 from client.tracing import Sending
 from schemas.fields import format_time
-from schemas.names import CANCEL, CHAT, REPLIES, SCHEMA_VERSION, TIERS, jobs_topic
+from schemas.keys import partition_of
+from schemas.names import (
+    CHAT,
+    H_AUTHORIZATION,
+    REPLIES,
+    SCHEMA_VERSION,
+    TIERS,
+    cancel_topic,
+    jobs_topic,
+    reply_topic_of,
+)
 from schemas.records import CancelRecord, cancel_key
-
-T = TypeVar("T")
-
-# Seconds a stopping connection gets; a broker that is away must not hold up the caller's own shutdown.
-STOP_S = 5.0
-# Seconds between two tries to reach or to write to a broker that is away.
-RETRY_S = 0.5
+from schemas.security import PLAINTEXT, KafkaSecurity
 
 
 class Client:
     """An async context manager; one per process serves any number of jobs at once over one reading connection.
 
     bootstrap: `host:port`, several separated by commas.
-    tenant, model, tier: used for jobs that name none themselves.
-    reply_topic: where this client's events arrive. reply_partitions: how many of its partitions this client takes (at
+    tenant, model: used for jobs that name none themselves.
+    pool, tier, spread: where jobs go. Left out, as the service's registries say of the model and the tenant, live; if
+      those may not be read: `default`, `standard`, 1.
+    reply_topic: where this client's events arrive; by default `inference.replies`, with `signer` or `own_topics` the
+      tenant's own. reply_partitions: how many of its partitions this client takes (at
       random), or their numbers; one carries hundreds of streams.
     store: access to stored outputs; with it results are downloaded, and bodies too large for a record are
     claim-checked.
-    spread: the tenant's `spread` in the registry, if it has one.
     buffer: events a stream keeps for a slow consumer before it becomes result-only.
     connect_timeout_s, publish_timeout_s: bounds, in seconds, on reaching the broker and on an acknowledged publication.
-    kafka: further arguments for both aiokafka clients (TLS, SASL).
+    security: TLS and the login at the broker. signer: signs every job and cancel with the tenant's key.
+    own_topics: jobs and cancels go to the tenant's own topics (identity mode `topic`).
+    kafka: further arguments for both aiokafka clients.
     """
 
     def __init__(
@@ -57,16 +67,19 @@ class Client:
         *,
         tenant: str | None = None,
         model: str | None = None,
-        pool: str = "default",
-        tier: str = "standard",
-        reply_topic: str = REPLIES,
+        pool: str | None = None,
+        tier: str | None = None,
+        reply_topic: str | None = None,
         reply_partitions: int | Sequence[int] = 1,
         store: StoreAccess | None = None,
-        spread: int = 1,
+        spread: int | None = None,
         buffer: int = 1024,
         connect_timeout_s: float = 10.0,
         publish_timeout_s: float = 30.0,
         client_id: str = "headrace-client",
+        security: KafkaSecurity = PLAINTEXT,
+        signer: Signer | None = None,
+        own_topics: bool = False,
         kafka: Mapping[str, Any] | None = None,
     ) -> None:
         self._bootstrap = bootstrap
@@ -74,18 +87,27 @@ class Client:
         self._model = model
         self._pool = pool
         self._tier = tier
-        self._reply_topic = reply_topic
+        if (own_topics or signer is not None) and tenant is None:
+            raise ValueError("a signer and own_topics are of one tenant: Client(…, tenant=…)")
+        own = tenant if own_topics or signer is not None else None
+        self._reply_topic = reply_topic or (REPLIES if own is None else reply_topic_of(own))
         self._reply_partitions = reply_partitions
         self._access = store
         self._spread = spread
         self._buffer = buffer
         self._connect_timeout_s = connect_timeout_s
-        self._publish_timeout_s = publish_timeout_s
-        self._kafka = {"client_id": client_id, **(kafka or {})}
-        self._topics: set[str] = set()  # known to exist
+        self._security = security
+        self._signer = signer
+        self._own_topics = own_topics
+        self._connection = Connection(
+            bootstrap,
+            security,
+            {"client_id": client_id, **(kafka or {})},
+            connect_timeout_s=connect_timeout_s,
+            publish_timeout_s=publish_timeout_s,
+        )
         self._partitions: list[int] = []
-        self._producer: AIOKafkaProducer | None = None
-        self._consumer: AIOKafkaConsumer | None = None
+        self._registry: Registry | None = None
         self._replies: Replies | None = None
         self._store: Store | None = None
 
@@ -96,8 +118,8 @@ class Client:
         except TimeoutError:
             await self._disconnect()
             raise Unreachable(
-                f"no Kafka broker answers at {self._bootstrap} within {self._connect_timeout_s:g} s: is it up, "
-                "is the address right?"
+                f"no Kafka broker answers at {self._bootstrap} within {self._connect_timeout_s:g} s"
+                f"{self._security.hint}: {REMEDY}"
             ) from None
         except KafkaError as error:
             await self._disconnect()
@@ -145,12 +167,17 @@ class Client:
         Raises InvalidJob (nothing was sent), UnknownTopic, PublishFailed, StoreError (a large body), Closed.
         """
         replies, store = self._open()
-        tier = tier or self._tier
-        if tier not in TIERS:
-            raise InvalidJob(f"tier: {tier!r} is none of {', '.join(TIERS)}")
+        if body is not None and not isinstance(body, Mapping):
+            raise InvalidJob(
+                'body: takes a request body, such as {"messages": [{"role": "user", "content": "…"}]}, '
+                f"not {type(body).__name__}"
+            )
         tenant = tenant or self._tenant
         if tenant is None:
             raise InvalidJob("tenant: name one, here or in Client(…, tenant=…)")
+        tier = tier or self._tier_of(tenant)
+        if tier not in TIERS:
+            raise InvalidJob(f"tier: {tier!r} is none of {', '.join(TIERS)}")
         id = id if id is not None else new_id()
         if not isinstance(id, str):
             raise InvalidJob(f"id: must be text, not {type(id).__name__}")
@@ -171,18 +198,22 @@ class Client:
             "metadata": _plain(metadata),
             "output": _plain(output),
         }
-        record = build(fields, self._spread)
+        record = build(fields, self._spread_of(tenant))
         if len(record.value) > MAX_RECORD_BYTES:
             record = await self._claim_check(fields, record, store)
-        topic = jobs_topic(self._pool, tier)
-        await self._must_exist(topic)
+        pool = self._pool_of(body)
+        topic = jobs_topic(pool, tier, tenant if self._own_topics else None)
+        await self._connection.must_exist(topic)
 
         token = ResumeToken(self._reply_topic, partition, replies.end_of(partition), tenant, id, run)
         waiting = self._stream(token, stream)
         replies.open(waiting)
         sending = Sending(topic, id, record.key.decode(), traceparent)
         try:
-            place = await self._send(topic, record.key, record.value, {**sending.headers, **(headers or {})})
+            wire = {**sending.headers, **(headers or {})}
+            if self._signer is not None:
+                wire[H_AUTHORIZATION] = self._signer.job(tenant=tenant, job_id=id, pool=pool, value=record.value)
+            place = await self._connection.send(topic, record.key, record.value, wire)
         except BaseException as error:
             replies.close(waiting)
             sending.failed(error)
@@ -205,6 +236,10 @@ class Client:
 
         Raises what `publish` and `Submitted.result` raise. After ResultTimeout the job is cancelled: nobody has its id.
         """
+        if isinstance(messages, str | bytes | Mapping):
+            raise InvalidJob(
+                f'messages: takes a list, such as [{{"role": "user", "content": "…"}}], not {type(messages).__name__}'
+            )
         body = {"messages": list(messages), **params}
         job = await self.publish(body, endpoint=CHAT, id=id, tenant=tenant, tier=tier, deadline=deadline, stream=False)
         try:
@@ -230,7 +265,7 @@ class Client:
             )
         stream = self._stream(token, True)
         try:
-            await self._bounded(replies.reopen(stream))
+            await self._connection.bounded(replies.reopen(stream))
         except BaseException:
             replies.close(stream)
             raise
@@ -261,46 +296,44 @@ class Client:
             CancelRecord.model_validate(wish)
         except ValueError as error:
             raise InvalidJob(f"not a cancel: {str(error).splitlines()[-1].strip()}") from None
-        await self._must_exist(CANCEL)
+        topic = cancel_topic(tenant if self._own_topics else None)
+        await self._connection.must_exist(topic)
         wish["at"] = format_time(datetime.now(UTC))
-        return await self._send(CANCEL, cancel_key(tenant, id), orjson.dumps(wish), {})
+        value = orjson.dumps(wish)
+        headers = {}
+        if self._signer is not None:
+            headers[H_AUTHORIZATION] = self._signer.cancel(tenant=tenant, job_id=id, value=value)
+        return await self._connection.send(topic, cancel_key(tenant, id), value, headers)
 
     # -- connection
 
     async def _connect(self) -> None:
-        while True:  # a broker that is just starting refuses connections for a moment
-            producer = AIOKafkaProducer(
-                bootstrap_servers=self._bootstrap,
-                acks="all",
-                compression_type="lz4",
-                max_request_size=MAX_RECORD_BYTES + 48_576,
-                request_timeout_ms=15_000,
-                **self._kafka,
-            )
-            try:
-                await producer.start()
-                break
-            except KafkaError:
-                await _stop(producer)
-                await asyncio.sleep(RETRY_S)
-            except BaseException:
-                await _stop(producer)
-                raise
-        self._producer = producer
-        self._consumer = AIOKafkaConsumer(
-            bootstrap_servers=self._bootstrap,
-            enable_auto_commit=False,
-            auto_offset_reset="earliest",  # only when retention overtakes a reader: what is left is read
-            max_partition_fetch_bytes=FETCH_BYTES,
-            **self._kafka,
-        )
-        await self._consumer.start()
-        await self._must_exist(self._reply_topic)
-        count = len(await producer.partitions_for(self._reply_topic))
+        consumer = await self._connection.open()
+        await self._connection.must_exist(self._reply_topic)
+        count = await self._connection.partitions(self._reply_topic)
         self._partitions = self._choose(count)
-        self._replies = Replies(self._consumer, self._reply_topic, count, self._partitions)
+        if None in (self._pool, self._tier, self._spread):
+            self._registry = Registry(self._connection)
+            await self._registry.open()
+        self._replies = Replies(consumer, self._reply_topic, count, self._partitions)
         await self._replies.start()
         self._store = None if self._access is None else Store(self._access)
+
+    # -- what the registries say, where the application says nothing
+
+    def _tier_of(self, tenant: str) -> str:
+        entry = self._registry.tenant(tenant) if self._registry is not None else None
+        return self._tier or (entry.tier if entry is not None else "standard")
+
+    def _spread_of(self, tenant: str) -> int:
+        entry = self._registry.tenant(tenant) if self._registry is not None else None
+        return self._spread or (entry.spread_at(time.time()) if entry is not None else 1)
+
+    def _pool_of(self, body: object) -> str:
+        """By the body's model; that of a claim-checked one is not known here."""
+        model = body.get("model") if isinstance(body, Mapping) else None
+        found = self._registry.pool_of(model) if self._registry is not None else None
+        return self._pool or found or "default"
 
     def _choose(self, count: int) -> list[int]:
         wanted = self._reply_partitions
@@ -313,62 +346,18 @@ class Client:
     async def _disconnect(self) -> None:
         if self._replies is not None:
             await self._replies.stop()
-        for connection in (self._producer, self._consumer):
-            if connection is not None:
-                await _stop(connection)
+        if self._registry is not None:
+            await self._registry.close()
+            self._registry = None
+        await self._connection.close()
         if self._store is not None:
             self._store.close()
-        self._producer = self._consumer = self._replies = self._store = None
+        self._replies = self._store = None
 
     def _open(self) -> tuple[Replies, Store | None]:
         if self._replies is None:
             raise Closed("the client is not open: use it as `async with Client(…) as client:`")
         return self._replies, self._store
-
-    async def _bounded(self, work: Awaitable[T]) -> T:
-        try:
-            async with asyncio.timeout(self._connect_timeout_s):  # wait_for may swallow a cancellation (Python 3.11)
-                return await work
-        except TimeoutError:
-            raise Unreachable(
-                f"no Kafka broker answers at {self._bootstrap} within {self._connect_timeout_s:g} s"
-            ) from None
-
-    async def _must_exist(self, topic: str) -> None:
-        """Asked once a topic: a send to a missing one would only fail after the request timeout, without saying why."""
-        if topic not in self._topics and self._consumer is not None:
-            self._topics = await self._bounded(self._consumer.topics())
-            if topic not in self._topics:
-                raise UnknownTopic(
-                    f"there is no topic {topic} at {self._bootstrap}: run `headrace topics apply`, or check the name"
-                )
-
-    # -- sending
-
-    async def _send(self, topic: str, key: bytes, value: bytes, headers: Mapping[str, str]) -> Place:
-        """Until acknowledged. A failed send may have been written all the same, so the same bytes are sent again: the
-        service recognises a job's copy by its identity, and a cancel hits nothing twice."""
-        deadline = time.monotonic() + self._publish_timeout_s
-        wire = [(name, text.encode()) for name, text in headers.items()]
-        while True:
-            producer = self._producer
-            if producer is None:
-                raise Closed("the client was closed")
-            try:
-                async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
-                    written = await producer.send_and_wait(topic, value, key=key, headers=wire)
-                return Place(written.topic, written.partition, written.offset)
-            except MessageSizeTooLargeError as error:
-                raise InvalidJob(f"the job's record is too large for {topic}: {error}") from error
-            except TopicAuthorizationFailedError as error:
-                raise PublishFailed(f"not allowed to write to {topic}") from error
-            except (KafkaError, TimeoutError) as error:
-                if time.monotonic() + RETRY_S >= deadline:
-                    raise PublishFailed(
-                        f"{topic} did not acknowledge within {self._publish_timeout_s:g} s ({type(error).__name__}): "
-                        "the record may have been written; publishing it again with the same id is safe"
-                    ) from error
-                await asyncio.sleep(RETRY_S)
 
     async def _claim_check(self, fields: dict[str, Any], record: JobRecord, store: Store | None) -> JobRecord:
         if store is None or fields["body"] is None:
@@ -377,7 +366,7 @@ class Client:
                 "give the client a store, and it puts large bodies there: Client(…, store=StoreAccess(…))"
             )
         ref = await store.put_input(record.tenant, record.id, record.run, orjson.dumps(fields["body"]))
-        return build({**fields, "body": None, "input": ref.wire()}, self._spread)
+        return build({**fields, "body": None, "input": ref.wire()}, self._spread_of(record.tenant))
 
     def _stream(self, token: ResumeToken, streaming: bool) -> Stream:
         return Stream(
@@ -406,11 +395,3 @@ class Client:
 def _plain(fields: Mapping[str, Any] | None) -> Any:
     """A mapping as JSON knows it; anything else stays for the contract to refuse."""
     return dict(fields) if isinstance(fields, Mapping) else fields
-
-
-async def _stop(connection: AIOKafkaProducer | AIOKafkaConsumer) -> None:
-    """In a task of its own and bounded: with the broker away a stop can hang, or raise CancelledError."""
-    task = asyncio.create_task(connection.stop())
-    done, _ = await asyncio.wait((task,), timeout=STOP_S)
-    if done and not task.cancelled():
-        task.exception()  # a failed stop has nothing left to tell

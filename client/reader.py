@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-TERMINAL = frozenset({"completed", "failed", "cancelled", "expired"})
+from schemas.events import TERMINAL
 
 
 class Step(Enum):

@@ -11,16 +11,23 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import orjson
-from aiokafka.partitioner import murmur2
 from pydantic import ValidationError
 
 from client.errors import InvalidJob
 from schemas.fields import format_time
 from schemas.job import Job
-from schemas.names import SCHEMA_VERSION
+from schemas.keys import job_key
+from schemas.names import CHAT, COMPLETIONS, EMBEDDINGS, SCHEMA_VERSION
 
 # Bytes of a job record that a broker takes with its default limits (1 MiB), less room for key, headers and framing.
 MAX_RECORD_BYTES = 1_000_000
+
+# What a field takes, where pydantic would answer with a pattern.
+PLAINLY = {
+    "id": "takes 1 to 128 of A-Z a-z 0-9 . _ : -",
+    "tenant": "takes 1 to 64 of A-Z a-z 0-9 _ -",
+    "endpoint": f"takes {CHAT}, {COMPLETIONS} or {EMBEDDINGS}",
+}
 
 When = datetime | timedelta | float | str
 
@@ -51,19 +58,6 @@ def moment(when: When | None) -> str | None:
     return format_time(when)
 
 
-def key_of(tenant: str, spread: int, order: str) -> bytes:
-    """`tenant`, or `tenant|k` for a tenant spread over several keys; `order` is the conversation or the job id."""
-    if spread <= 1:
-        return tenant.encode()
-    return f"{tenant}|{partition_of(order, spread)}".encode()
-
-
-def partition_of(key: str, partitions: int) -> int:
-    """Where Kafka's default partitioner (murmur2, as in Java) puts this key."""
-    number: int = murmur2(key.encode())
-    return (number & 0x7FFFFFFF) % partitions
-
-
 def build(fields: Mapping[str, Any], spread: int = 1) -> JobRecord:
     """The record of a job given by its contract fields; absent and None are the same. Raises InvalidJob."""
     job = {"schema_version": SCHEMA_VERSION, **{name: value for name, value in fields.items() if value is not None}}
@@ -72,7 +66,7 @@ def build(fields: Mapping[str, Any], spread: int = 1) -> JobRecord:
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "job"
-        raise InvalidJob(f"{where}: {first['msg']}") from None
+        raise InvalidJob(f"{where}: {PLAINLY.get(where) or first['msg'].removeprefix('Value error, ')}") from None
     try:
         value = orjson.dumps(job)
     except TypeError as error:
@@ -81,6 +75,6 @@ def build(fields: Mapping[str, Any], spread: int = 1) -> JobRecord:
         id=job["id"],
         tenant=job["tenant"],
         run=job.get("run", 0),
-        key=key_of(job["tenant"], spread, job.get("conversation") or job["id"]),
+        key=job_key(job["tenant"], spread, job.get("conversation") or job["id"]).encode(),
         value=value,
     )

@@ -27,9 +27,12 @@ from consumers.assignor import numbers_assignor
 from consumers.offsets import GroupOffsets, is_member
 from consumers.ports import Outlet, Reception
 from consumers.rebalance import Rebalance
+from consumers.security import security_of
 from schemas import names
+from service.bounded_stop import stop_within
 from service.job import Place, Record, Ticket
 from service.ledger import Book, Committer, Key
+from service.ledger.committer import LEASE_MARGIN_S
 from service.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -39,15 +42,12 @@ client_log.setLevel(logging.ERROR)
 
 JOIN_S = 60.0  # the first member of an empty group waits 3 s, a joiner up to the rebalance timeout of 30 s
 FETCH_WAIT_MS = 100
+REJOIN_POLL_S = 0.2
 LEAVE_S = 3.0  # of the client's own stop; measured: 0.01 s with a broker, for ever without one
 
 
 class JobsConsumer:
-    """Joins the pool's group and hands every new record to `reception`.
-
-    `topics`: left out, the jobs topics of the pool. `instance`: a static member id, where the platform guarantees that
-    one process has the name at a time (R18).
-    """
+    """Joins the pool's group and hands every new record to `reception`. `topics`: left out, the pool's jobs topics."""
 
     def __init__(
         self,
@@ -57,7 +57,6 @@ class JobsConsumer:
         outlet: Outlet,
         *,
         topics: Sequence[str] | None = None,
-        instance: str | None = None,
     ) -> None:
         self.book = book
         self.received = 0  # records, those that were not new included
@@ -65,7 +64,7 @@ class JobsConsumer:
         self._reception = reception
         self._outlet = outlet
         self._topics = tuple(topics) if topics is not None else names.jobs_topics(settings.pool)
-        self._instance = instance
+        self._instance = settings.kafka.instance or None  # static member id (R18)
         # Told of the partition numbers that came here, before they are read; `None`: nobody wants to know.
         self.recall: Callable[[frozenset[int]], Awaitable[None]] | None = None
         self._closed: set[str] = set()  # why admission is stopped altogether
@@ -83,9 +82,7 @@ class JobsConsumer:
         """Joins the group; returns once partitions are assigned (perhaps none). Raises KafkaError, TimeoutError."""
         lenient.install()
         kafka = self._settings.kafka
-        self._admin = AIOKafkaAdminClient(
-            bootstrap_servers=kafka.bootstrap, request_timeout_ms=kafka.request_timeout_ms
-        )
+        self._admin = AIOKafkaAdminClient(**kafka.connection(), request_timeout_ms=kafka.request_timeout_ms)
         offsets = GroupOffsets(names.group_id(self._settings.pool), self._admin, lambda: self.consumer)
         self._committer = Committer(
             self.book,
@@ -105,6 +102,7 @@ class JobsConsumer:
             consumer=self._joined_consumer,
             apply=self._apply,
             recall=self.recall,
+            former_lease_s=kafka.session_timeout_ms / 1000 - LEASE_MARGIN_S if self._instance else 0.0,
         )
         self._broker = self._build(self._rebalance)
         self._committer.start()
@@ -133,6 +131,21 @@ class JobsConsumer:
             log.error("the consumer did not stop within %.1f s", deadline_s)
             return False
         return not self._stopping.cancelled() and self._stopping.exception() is None and self._stopping.result()
+
+    async def extend(self, topics: Iterable[str]) -> None:
+        """Reads these topics too, from now on (or from the start); one rebalance, in which nothing moves needlessly.
+
+        The client gives up its assignment before it tells anybody, so what is finished is committed first.
+        """
+        more = set(topics) - set(self._topics)
+        self._topics = (*self._topics, *sorted(more))
+        if self._rebalance is None or not more:
+            return
+        while not self.joined and self._stopping is None:  # noqa: ASYNC110 (a rebalance, or a broker that is away)
+            await asyncio.sleep(REJOIN_POLL_S)
+        if self._stopping is None and (consumer := self.consumer) is not None:
+            await self._rebalance.prepare()
+            consumer.subscribe(topics=list(self._topics), listener=self._rebalance)
 
     # admission
 
@@ -198,6 +211,7 @@ class JobsConsumer:
         broker = KafkaBroker(
             kafka.bootstrap,
             client_id=self._settings.worker,
+            security=security_of(kafka.security),
             consumer_only=True,  # its producer and admin client would stand idle
             allow_auto_create_topics=False,
             request_timeout_ms=kafka.request_timeout_ms,
@@ -247,9 +261,9 @@ class JobsConsumer:
             stored = await committer.hand_over(clean=clean, deadline_s=min(commit_s, LEAVE_S))
             rebalance.joined = False
         if self._broker is not None:
-            await _bounded(self._broker.stop(), LEAVE_S)
+            await stop_within(LEAVE_S, self._broker.stop())
         if self._admin is not None:
-            await _bounded(self._admin.close(), 1.0)
+            await stop_within(1.0, self._admin.close())
         return stored
 
     def _joined_consumer(self) -> AIOKafkaConsumer:
@@ -334,14 +348,3 @@ async def parse(raw: Any) -> KafkaMessage:
 async def whole(message: Any) -> Any:
     """No decoding: the body is the (record, ticket) that the middleware put there."""
     return message.body
-
-
-async def _bounded(stop: Any, seconds: float) -> None:
-    """Awaits a client's stop; without a broker it may hang, or raise CancelledError."""
-    task = asyncio.ensure_future(stop)
-    await asyncio.wait({task}, timeout=seconds)
-    if not task.done():
-        task.cancel()
-        await asyncio.wait({task}, timeout=0.5)
-    elif not task.cancelled() and (error := task.exception()) is not None:
-        log.warning("stopping the client: %r", error)

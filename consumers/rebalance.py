@@ -13,16 +13,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from aiokafka import AIOKafkaConsumer
 from aiokafka.abc import ConsumerRebalanceListener
 from aiokafka.structs import TopicPartition
 
+from consumers.offsets import is_member
 from consumers.ports import Outlet, Reception
 from consumers.status import LogReader
 from service.job import Place
-from service.ledger import Book, Committer, Key, Offsets
+from service.ledger import Book, Commit, Committer, Key, Offsets
+from service.ledger.metadata import decode
 from service.settings import KafkaSettings
 
 log = logging.getLogger(__name__)
@@ -35,7 +37,11 @@ BUDGET = 0.4  # share of the session timeout that the assigned callback may take
 
 
 class Rebalance(ConsumerRebalanceListener):
-    """`apply(keys)` lets the consumer pause or resume partitions as the book has it now."""
+    """`apply(keys)` lets the consumer pause or resume partitions as the book has it now.
+
+    `former_lease_s`: with a static member id (R18), how long a process that had it before may still end jobs. The group
+    gives its partitions to its successor at once, where others wait for a session timeout, which outlasts every lease.
+    """
 
     def __init__(
         self,
@@ -50,6 +56,7 @@ class Rebalance(ConsumerRebalanceListener):
         consumer: Callable[[], AIOKafkaConsumer],
         apply: Callable[[Iterable[Key]], None],
         recall: Callable[[frozenset[int]], Awaitable[None]] | None = None,
+        former_lease_s: float = 0.0,
     ) -> None:
         self.joined = False  # from knowing what is ours of an assignment to the next revoked callback
         self.count = 0  # assignments so far
@@ -64,13 +71,31 @@ class Rebalance(ConsumerRebalanceListener):
         self._consumer = consumer
         self._apply = apply
         self._recall = recall
+        self._former_lease_s = former_lease_s
+        self._lapsed = True  # somebody else may have been us
         self._taking: asyncio.Task[None] | None = None
+        self._handing = asyncio.Lock()
+        self._prepared = False  # the next revoked callback has nothing left to do
         self._barred = False  # a barrier waits for its release
         self._lost: set[Key] = set()  # lost since that barrier
 
     async def on_partitions_revoked(self, revoked: set[TopicPartition]) -> None:
+        async with self._handing:
+            if not self._prepared:
+                await self._hand_over()
+            self._prepared = False
+
+    async def prepare(self) -> None:
+        """What the revoked callback does, before a change of subscription: then commits are still possible."""
+        async with self._handing:
+            await self._hand_over()
+            self._prepared = True
+
+    async def _hand_over(self) -> None:
         self._committer.close()
         self.joined = False
+        if self._former_lease_s and not is_member(self._consumer()):
+            self._lapsed = True
         await self.halt()
         if self._book.keys:
             await self.barrier()
@@ -121,13 +146,12 @@ class Rebalance(ConsumerRebalanceListener):
 
     async def _take(self, keys: frozenset[Key]) -> None:
         since = time.monotonic()
-        while True:
-            try:
-                stored = await self._offsets.committed(keys)
-                break
-            except Exception as error:
-                log.warning("committed offsets not read, tried again: %r", error)
-                await asyncio.sleep(RETRY_S)
+        stored = await self._committed(keys)
+        if self._lapsed and self._former_lease_s and _unclean(stored, keys - self._book.keys):
+            log.info("waiting %.1f s: whoever had this static member id may still end jobs", self._former_lease_s)
+            await asyncio.sleep(self._former_lease_s)
+            stored = await self._committed(keys)
+        self._lapsed = False
         # A value that is not ours means that somebody owned the partition in between, and ended jobs of it.
         self._let_go({key for key in self._book.keys if not self._book.known(key, stored[key])})
         if self._barred:
@@ -177,6 +201,14 @@ class Rebalance(ConsumerRebalanceListener):
                 len(kept),
             )
 
+    async def _committed(self, keys: frozenset[Key]) -> dict[Key, Commit | None]:
+        while True:
+            try:
+                return await self._offsets.committed(keys)
+            except Exception as error:
+                log.warning("committed offsets not read, tried again: %r", error)
+                await asyncio.sleep(RETRY_S)
+
     def _remember(self, numbers: frozenset[int]) -> asyncio.Future[None] | None:
         """What ended there lately is read beside the rest; the wait for it is short, however much it is (R7)."""
         return asyncio.ensure_future(self._recall(numbers)) if self._recall is not None and numbers else None
@@ -210,3 +242,9 @@ class Rebalance(ConsumerRebalanceListener):
             outwards(keys)
         except Exception:
             log.exception("%r failed for %s", outwards, sorted(keys))
+
+
+def _unclean(stored: Mapping[Key, Commit | None], keys: Iterable[Key]) -> bool:
+    """Whether the last owner of one of these partitions has not stopped, as far as it told. Without a commit nobody has
+    had a lease."""
+    return any((commit := stored[key]) is not None and not decode(commit).clean for key in keys)

@@ -15,6 +15,7 @@ import orjson
 from aiokafka import AIOKafkaConsumer
 from aiokafka.structs import TopicPartition
 
+from service.bounded_stop import stop_within
 from service.job import Place
 from service.ledger import Key
 from service.settings import KafkaSettings
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 POLL_MS = 200
 BATCH = 2_000  # records per turn: a few milliseconds of the event loop
 CALL_S = 5.0  # one question to the broker
+STOP_S = 2.0
 
 
 class LogReader:
@@ -31,7 +33,7 @@ class LogReader:
 
     def __init__(self, settings: KafkaSettings) -> None:
         self._consumer = AIOKafkaConsumer(
-            bootstrap_servers=settings.bootstrap,
+            **settings.connection(),
             enable_auto_commit=False,
             auto_offset_reset="earliest",
             request_timeout_ms=settings.request_timeout_ms,
@@ -51,10 +53,7 @@ class LogReader:
         await self._close()
 
     async def _close(self) -> None:
-        stopping = asyncio.create_task(self._consumer.stop())
-        await asyncio.wait({stopping}, timeout=2.0)
-        if not stopping.done():
-            stopping.cancel()
+        await stop_within(STOP_S, self._consumer.stop())
 
     async def bounds(self, keys: Collection[Key]) -> dict[Key, tuple[int, int]]:
         """First offset and end offset of each partition. Raises KafkaError, TimeoutError."""

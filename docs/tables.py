@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from service import settings as source
-from service.telemetry import metrics
+from service.telemetry import families
 
 PAGE = Path(__file__).with_name("operations.md")
 
@@ -76,7 +76,7 @@ def _comments() -> dict[tuple[str, str], str]:
 
 def rendered(page: str) -> str:
     """The page with its generated parts made anew."""
-    for name, table in (("metrics", metrics.table()), ("settings", settings_table())):
+    for name, table in (("metrics", families.table()), ("settings", settings_table())):
         begin, end = f"<!-- {name}: generated -->", f"<!-- {name}: end -->"
         head, _, rest = page.partition(begin)
         _, mark, tail = rest.partition(end)

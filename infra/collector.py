@@ -76,7 +76,7 @@ class Collector:
             },
         )
 
-    def probe(self, ports: Ports) -> None:
+    def probe(self, ports: Ports, folder: Path) -> None:
         """An export without spans is answered like any other."""
         connection = http.client.HTTPConnection(HOST, ports["otlp"], timeout=3)
         try:

@@ -19,6 +19,8 @@ from infra.errors import PartFailed
 from infra.part import DEV, NotReady, Ports
 from infra.ports import HOST, answers
 from infra.process import Command
+from infra.secured import ADMIN, Secured
+from schemas.security import PLAINTEXT, KafkaSecurity
 
 VERSION = "4.4.0"
 POM = DEV / "kafka-jars.xml"
@@ -44,9 +46,13 @@ class Kafka:
         data = home / "data"
         home.mkdir(parents=True, exist_ok=True)
         config = home / "server.properties"
-        template = Template((DEV / "kafka.properties").read_text())
+        secured = Secured.read(folder)
+        listeners = "kafka-open.properties" if secured is None else "kafka-secured.properties"
+        template = Template((DEV / "kafka.properties").read_text() + "\n" + (DEV / listeners).read_text())
+        names = {} if secured is None else secured.substitutes()
+        config.touch(mode=0o600)  # it may hold a password
         config.write_text(
-            template.substitute(host=HOST, port=ports["kafka"], control=ports["kafka_controller"], data=data)
+            template.substitute(names, host=HOST, port=ports["kafka"], control=ports["kafka_controller"], data=data)
         )
         machine = (
             str(java.find()),
@@ -58,25 +64,26 @@ class Kafka:
             f"{JARS.folder}/*",
         )
         if not (data / "meta.properties").exists():
-            self._format(machine, config, folder)
+            self._format(machine, config, folder, secured.scram() if secured is not None else [])
         return Command((*machine, "kafka.Kafka", str(config)), cwd=home)
 
-    def probe(self, ports: Ports) -> None:
+    def probe(self, ports: Ports, folder: Path) -> None:
         if not answers(ports["kafka"]):
             raise NotReady("it does not listen yet")
-        asyncio.run(_ask(self.address(ports)))
+        secured = Secured.read(folder)
+        asyncio.run(_ask(self.address(ports), PLAINTEXT if secured is None else secured.security(ADMIN)))
 
     def address(self, ports: Ports) -> str:
         return f"{HOST}:{ports['kafka']}"
 
-    def _format(self, machine: tuple[str, ...], config: Path, folder: Path) -> None:
+    def _format(self, machine: tuple[str, ...], config: Path, folder: Path, users: list[str]) -> None:
         cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
         log = folder / "logs" / "kafka-format.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
             code = subprocess.run(
                 # A cluster id may begin with "-", so it is joined to its option.
-                [*machine, "kafka.tools.StorageTool", "format", f"--cluster-id={cluster}", "-c", str(config)],
+                [*machine, "kafka.tools.StorageTool", "format", f"--cluster-id={cluster}", "-c", str(config), *users],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -89,12 +96,12 @@ class Kafka:
             )
 
 
-async def _ask(bootstrap: str) -> None:
+async def _ask(bootstrap: str, security: KafkaSecurity) -> None:
     """Raises NotReady until the broker is registered and a controller is elected."""
     from aiokafka.admin import AIOKafkaAdminClient
     from aiokafka.errors import KafkaError
 
-    client = AIOKafkaAdminClient(bootstrap_servers=bootstrap, request_timeout_ms=5000)
+    client = AIOKafkaAdminClient(bootstrap_servers=bootstrap, request_timeout_ms=5000, **security.arguments())
     log = logging.getLogger("aiokafka")
     level = log.level
     log.setLevel(logging.CRITICAL)  # that a broker is not there yet is what we ask

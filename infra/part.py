@@ -30,8 +30,8 @@ class Part(Protocol):
         """Lays out its folder and says what to run. Raises StackError."""
         ...
 
-    def probe(self, ports: Ports) -> None:
-        """One quick question to the running part. Raises NotReady or OSError."""
+    def probe(self, ports: Ports, folder: Path) -> None:
+        """One quick question to the running part of the stack in `folder`. Raises NotReady or OSError."""
         ...
 
     def address(self, ports: Ports) -> str: ...

@@ -15,10 +15,12 @@ from pathlib import Path
 from infra import model, progress, store
 from infra.errors import PartFailed
 from infra.lock import locked
-from infra.part import DEV, NotReady, Part
+from infra.part import NotReady, Part
 from infra.process import Process, end_strays
+from infra.secured import ADMIN, Secured
 from infra.startup import ESSENTIAL, PARTS, TRACES, Startup, traces_ready
 from infra.state import State, default_folder
+from schemas.security import PLAINTEXT, KafkaSecurity
 
 PARTITIONS = 6  # of a development pool (design.md §4)
 # Another `up` in the same folder may be building what takes minutes.
@@ -32,6 +34,7 @@ class Addresses:
     otlp_endpoint: str  # empty if there is no Collector
     zipkin: str  # empty if there is no Zipkin
     model: Path | None  # None if it is not prepared
+    security: KafkaSecurity = PLAINTEXT  # an operator's
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Stack:
         partitions: int | None = None,
         pool: str = "default",
         with_model: bool = True,
+        secure: bool = False,
         show: progress.Progress | None = None,
     ) -> None:
         self.folder = (folder or default_folder()).absolute()
@@ -62,6 +66,7 @@ class Stack:
         self.notes: list[str] = []  # what the last `up` had to do without, and what would install it
         self.changed: list[str] = []  # what the last `up` started, created or changed; empty = it was all there
         self._with_model = with_model
+        self._secure = secure  # False: as it was made
         self._show = show or progress.for_terminal()
         self._state = State.read(self.folder)
 
@@ -77,6 +82,8 @@ class Stack:
             state = self._state = State.read(self.folder)
             state.pool = self._pool
             state.partitions = self._partitions or _asked_partitions() or state.partitions or PARTITIONS
+            if self._secure:
+                self._make_secure()
             start = Startup(self.folder, state, self._show, with_model=self._with_model)
             try:
                 start.run()
@@ -127,7 +134,13 @@ class Stack:
             otlp_endpoint=known.get("collector", ""),
             zipkin=known.get("zipkin", ""),
             model=Path(self._state.model) if self._state.model else None,
+            security=PLAINTEXT if self.secured is None else self.secured.security(ADMIN),
         )
+
+    @property
+    def secured(self) -> Secured | None:
+        """The users of a broker that asks who one is; None: it is open."""
+        return Secured.read(self.folder)
 
     def environment(self) -> dict[str, str]:
         """The HEADRACE_… variables that tie a worker or a client to this stack. Raises StackError if it is down."""
@@ -136,7 +149,6 @@ class Stack:
             "HEADRACE_POOL": self._state.pool,
             "HEADRACE_PARTITIONS": str(self._state.partitions),
             "HEADRACE_STATE_DIR": str(self.folder),
-            "HEADRACE_TENANTS_FILE": str(DEV / "tenants.yaml"),
             "HEADRACE_KAFKA__BOOTSTRAP": at.bootstrap,
             "HEADRACE_STORE__ENDPOINT": at.store_endpoint,
             "HEADRACE_STORE__ACCESS_KEY": store.ACCESS_KEY,
@@ -147,11 +159,19 @@ class Stack:
         if at.model is not None:
             variables["HEADRACE_ENGINE__MODEL"] = str(at.model)
             variables["HEADRACE_ENGINE__SERVED_NAME"] = model.SERVED_NAME
+        if (secured := self.secured) is not None:
+            variables |= secured.environment()
         return variables
 
     def process(self, part: str) -> Process:
         """The process of a part (kafka, store, collector, zipkin): fault tests kill by it."""
         return Process(part, self.folder)
+
+    def _make_secure(self) -> None:
+        """Raises StackError for a stack whose broker was made open: its data knows no users."""
+        if self.secured is None and (self.folder / "kafka" / "data" / "meta.properties").exists():
+            raise PartFailed("this stack was made without --secure", remedy="headrace down && make clean, then again")
+        Secured.make(self.folder)
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -177,7 +197,7 @@ class Stack:
         elif identity is not None:
             state = "running"
             try:
-                part.probe(self._state.ports)
+                part.probe(self._state.ports, self.folder)
             except (NotReady, OSError, KeyError) as error:
                 state, detail = "not answering", f"{error}; headrace up starts it again"
         elif part in TRACES and self._state.ports and not traces_ready():

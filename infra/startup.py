@@ -14,12 +14,13 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from infra import collector, kafka, model, ports, zipkin
+from infra import collector, kafka, model, ports, tenants, zipkin
 from infra.cache import Artefact, Workshop
 from infra.errors import BuildFailed, Cancelled, Missing, PartFailed
 from infra.part import NotReady, Part
 from infra.process import Process, end_strays
 from infra.progress import Progress
+from infra.secured import Secured
 from infra.state import State
 from infra.store import Store
 from service import topics
@@ -103,7 +104,7 @@ class Startup:
             deadline = time.monotonic() + HUNG_S
             while True:
                 try:
-                    part.probe(self._state.ports)
+                    part.probe(self._state.ports, self._folder)
                     return True
                 except (NotReady, OSError, KeyError) as error:
                     if time.monotonic() > deadline or not identity.alive:
@@ -170,15 +171,24 @@ class Startup:
         settings = Settings(
             pool=self._state.pool,
             partitions=self._state.partitions,
-            kafka=KafkaSettings(bootstrap=KAFKA.address(self._state.ports)),
+            kafka=self._connection(),
         )
         done = asyncio.run(topics.apply(settings))
-        if done.findings:
-            raise topics.TopicsRefused(done.findings)
+        if refused := [finding for finding in done.findings if not finding.warning]:
+            raise topics.TopicsRefused(refused)
         if made := len(done.created):
             self._show.say("topics", f"{made} created, {self._state.partitions} partitions each for the pool's own")
+        seeded = asyncio.run(tenants.seed(settings.kafka))
+        if seeded:
+            self._show.say("tenants", f"{', '.join(seeded)} put into the registry: headrace tenants list")
         with self._guard:
-            self.changed += [*done.created, *done.changed]
+            self.changed += [*done.created, *done.changed, *(f"tenant {id}" for id in seeded)]
+
+    def _connection(self) -> KafkaSettings:
+        """An operator's, on either kind of broker."""
+        bootstrap = KAFKA.address(self._state.ports)
+        secured = Secured.read(self._folder)
+        return KafkaSettings(bootstrap=bootstrap) if secured is None else secured.settings(bootstrap)
 
     # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -213,7 +223,7 @@ class Startup:
         deadline = time.monotonic() + part.start_s
         while True:
             try:
-                return part.probe(self._state.ports)
+                return part.probe(self._state.ports, self._folder)
             except (NotReady, OSError) as error:
                 reason = error
             if not alive():

@@ -86,7 +86,7 @@ class Store:
             env={"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY},
         )
 
-    def probe(self, ports: Ports) -> None:
+    def probe(self, ports: Ports, folder: Path) -> None:
         """The bucket exists only a moment after the port is open, and can be written to a moment later still."""
         if not answers(ports["store"]):
             raise NotReady("it does not listen yet")

@@ -53,7 +53,7 @@ class Zipkin:
             env={"STORAGE_TYPE": "mem", "MEM_MAX_SPANS": str(MAX_SPANS)},
         )
 
-    def probe(self, ports: Ports) -> None:
+    def probe(self, ports: Ports, folder: Path) -> None:
         connection = http.client.HTTPConnection(HOST, ports["zipkin"], timeout=3)
         try:
             connection.request("GET", "/health")

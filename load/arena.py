@@ -236,7 +236,7 @@ class Arena:
         deadline = time.monotonic() + PART_START_S
         while True:
             try:
-                return await asyncio.to_thread(part.probe, self._ports)
+                return await asyncio.to_thread(part.probe, self._ports, self.folder)
             except (NotReady, OSError) as error:
                 if time.monotonic() > deadline or not identity.alive:
                     raise ArenaFailed(f"{part.name} did not come back: {error}") from error

@@ -18,6 +18,7 @@ import orjson
 from load.overhead import Round
 from load.scenario import Planned, Scenario, plan
 from schemas.names import CHAT, COMPLETIONS
+from service.engine import bounds
 from service.engine.vllm.engine import VllmEngine
 from service.frames import Head
 from service.job import Job, Place, Record, Ticket
@@ -100,6 +101,7 @@ async def first_tokens(engine: VllmEngine, jobs: Sequence[Planned]) -> list[floa
 def generate(scenario: Scenario, rounds: int) -> None:
     """`LLM.generate` with the engine arguments of the worker, as far as it knows them."""
     settings = Settings()
+    settings.engine.max_num_seqs = bounds.slots(settings.engine)  # as the worker's engine
     from service.engine.vllm import arguments
 
     forced, defaults = arguments.environment(settings.engine, Path("/dev/null"))

@@ -19,13 +19,13 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
 from aiokafka.record.util import calc_crc32c
 
-from client.reader import TERMINAL
 from consumers import lenient
 from infra.progress import Progress
 from load.arena import Arena, Spawn
 from load.flood import flood, producer
 from load.group import Group
 from load.hostile import BROKEN_BYTES, BROKEN_NAME, items
+from schemas.events import TERMINAL
 from schemas.names import DEAD_LETTERS, H_ORIGIN, H_REASON, REPLIES, TIERS, jobs_topic, status_topic
 
 POOL = "fuzz"

@@ -26,6 +26,8 @@ from aiokafka.errors import KafkaError
 from load.scenario import Closed, Planned, Scenario, ScenarioError, plan, record
 from load.tally import Tally
 from schemas.names import REPLIES, jobs_topic
+from schemas.security import PLAINTEXT, KafkaSecurity
+from service.settings import Settings
 
 FAILED, USAGE, UNREACHABLE = 1, 2, 3
 CONNECT_S = 10.0
@@ -48,21 +50,30 @@ class GeneratorError(Exception):
 class Generator:
     """One connection for any number of runs. An async context manager."""
 
-    def __init__(self, bootstrap: str, *, pool: str = "default", reply_topic: str = REPLIES) -> None:
+    def __init__(
+        self,
+        bootstrap: str,
+        *,
+        pool: str = "default",
+        reply_topic: str = REPLIES,
+        security: KafkaSecurity = PLAINTEXT,
+    ) -> None:
         self._bootstrap = bootstrap
+        self._security = security
         self._pool = pool
         self._reply_topic = reply_topic
         self._places: list[TopicPartition] = []
 
     async def __aenter__(self) -> Generator:
+        connection = {"bootstrap_servers": self._bootstrap, **self._security.arguments()}
         self._consumer = AIOKafkaConsumer(
-            bootstrap_servers=self._bootstrap,
+            **connection,
             enable_auto_commit=False,
             fetch_max_bytes=50 << 20,
             max_partition_fetch_bytes=8 << 20,
         )
         self._producer = AIOKafkaProducer(
-            bootstrap_servers=self._bootstrap, acks="all", max_batch_size=262_144, linger_ms=0, compression_type="lz4"
+            **connection, acks="all", max_batch_size=262_144, linger_ms=0, compression_type="lz4"
         )
         try:
             async with asyncio.timeout(CONNECT_S):
@@ -232,7 +243,8 @@ def main(
 
     async def work() -> bool:
         all_good = True
-        async with Generator(bootstrap, pool=pool, reply_topic=reply_topic) as generator:
+        security = Settings().kafka.security
+        async with Generator(bootstrap, pool=pool, reply_topic=reply_topic, security=security) as generator:
             lines = _Lines(sys.stdin) if wait else None
             if lines is not None:
                 print('{"ready": true}', flush=True)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from client.reader import TERMINAL
+from schemas.events import TERMINAL
 
 
 class Seen:

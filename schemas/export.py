@@ -165,11 +165,17 @@ def _components() -> dict[str, Any]:
                     names.H_CORRELATION: "the caller's; events are correlated by job_id",
                     names.H_REPLY_TO: "reply topic, if the job names none",
                     names.H_REPLY_PARTITION: "reply partition, decimal text",
+                    names.H_AUTHORIZATION: "a JWT over the value, where the service believes signed jobs only",
                 }
             ),
             correlation="$message.payload#/id",
         ),
-        "cancel": _message("cancel", key="`tenant|job id`", correlation="$message.payload#/job_id"),
+        "cancel": _message(
+            "cancel",
+            key="`tenant|job id`",
+            headers=_header_schema({names.H_AUTHORIZATION: "a JWT over the value, as for jobs"}),
+            correlation="$message.payload#/job_id",
+        ),
         "status": _message("status", key="`tenant|job id|run`", correlation="$message.payload#/job_id"),
         "usage": _message("usage", key="the tenant's id", correlation="$message.payload#/job_id"),
         "dead-letter": {

@@ -26,7 +26,7 @@ class StatusRecord(Written):
     tenant: AnsweredTenant
     job_id: Annotated[str, Field(max_length=128)]
     run: Run
-    kind: Literal["completed", "failed", "cancelled", "expired", "dead", "undeliverable"]
+    kind: Literal["completed", "failed", "cancelled", "expired", "dead", "undeliverable", "moved"]
     attempt: Ulid | None = Field(default=None, description="the attempt that counts; billing follows it (R6)")
     origin: str = Field(description="topic/partition/offset of the record's first place", pattern=r"^[^/]+/\d+/\d+$")
     place: str | None = Field(

@@ -8,8 +8,9 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from schemas.blob import Bucket
-from schemas.fields import Asked, Count, TenantId, TopicName
-from schemas.names import REPLIES, TIERS
+from schemas.fields import Asked, Count, TenantId, Time, TopicName
+from schemas.names import REPLIES, TIERS, reply_topic_of
+from schemas.verification import PublicKey
 
 # A topic name in which `*` stands for any characters and `{id}` for the tenant's id.
 TopicPattern = Annotated[str, Field(pattern=r"^[A-Za-z0-9._*{}-]{1,249}$")]
@@ -59,7 +60,10 @@ class Tenant(Asked):
         default=1, description="record keys this tenant is spread over"
     )
     former_spread: Annotated[int, Field(ge=1, le=1024)] | None = Field(
-        default=None, description="kept for the duplicate window after a change of spread"
+        default=None, description="the spread before the last change, so that jobs of that time are recognised"
+    )
+    spread_since: Time | None = Field(
+        default=None, description="from when on publishers use `spread`; before it they use `former_spread`"
     )
     chat_template_kwargs: bool = Field(default=False, description="may pass arguments to the chat template")
     media_domains: list[str] = Field(
@@ -74,6 +78,17 @@ class Tenant(Asked):
         """The cache domain; tenants with different ones never hit each other's prefixes."""
         return self.cache_domain if self.cache_domain is not None else self.id
 
+    def spread_at(self, now: float) -> int:
+        """Over how many keys publishers spread this tenant's jobs at that moment (wall clock)."""
+        if self.former_spread is None or self.spread_since is None or self.spread_since.timestamp() <= now:
+            return self.spread
+        return self.former_spread
+
+    @property
+    def own_reply_topic(self) -> str:
+        """Where events go by default in the identity modes that give each tenant a topic of its own."""
+        return self.reply_topic if self.reply_topic != REPLIES else reply_topic_of(self.id)
+
     def may_reply_to(self, topic: str) -> bool:
         """Whether a job of this tenant may name `topic` for its events."""
         if topic == self.reply_topic:
@@ -85,6 +100,16 @@ class Tenant(Asked):
         for pattern in self.reply_topics:
             if not set(pattern.replace("{id}", "")).isdisjoint("{}"):
                 raise ValueError("has a reply topic pattern with braces other than {id}")
+        kids = set()
+        for number, text in enumerate(self.verification_keys, 1):
+            try:
+                kids.add(PublicKey.parse(text).kid)
+            except ValueError as error:
+                raise ValueError(f"has verification key {number} that {error}") from None
+        if len(kids) != len(self.verification_keys):
+            raise ValueError("has two verification keys with the same kid: name them by different ones")
+        if (self.former_spread is None) != (self.spread_since is None):
+            raise ValueError("has one of former_spread and spread_since without the other")
         if self.order == "tenant" and self.spread != 1:
             raise ValueError("order 'tenant' needs spread 1: its jobs must lie on one partition")
         return self

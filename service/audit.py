@@ -24,15 +24,17 @@ from aiokafka.structs import TopicPartition
 from consumers import lenient
 from schemas import names
 from schemas.decode import NotJson, decode
+from service.bounded_stop import stop_within
 from service.intake.address import is_reserved
 from service.job import Place
 from service.ledger import Commit, Key, Snapshot
 from service.ledger.metadata import decode as decode_metadata
 from service.places import origin_of
-from service.reconcile import Finding, Letters, Reconciliation, Report
+from service.reconcile import Letters, Reconciliation
 from service.settings import Settings
 from service.topics import BrokerUnreachable, TopicsRefused
 from service.topics import Finding as TopicFinding
+from service.verdicts import Finding, Report
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +119,7 @@ class Audit:
                 raise TopicsRefused(
                     [TopicFinding(topic, "is missing", f"check --pool (is {pool})") for topic in missing]
                 )
+            jobs = (*jobs, *sorted(name for name in self._counts if _is_own(name, pool)))
             copies = [name for name in (names.deferred_topic(pool), names.overflow_topic(pool)) if name in self._counts]
             letters = [names.DEAD_LETTERS] if names.DEAD_LETTERS in self._counts else []
             account = Account(pool, 0.0, time.time())
@@ -306,33 +309,43 @@ class Audit:
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[None]:
-        address = self._settings.kafka.bootstrap
+        connection = self._settings.kafka.connection()
         self._consumer = AIOKafkaConsumer(
-            bootstrap_servers=address,
+            **connection,
             enable_auto_commit=False,
             auto_offset_reset="earliest",
             max_partition_fetch_bytes=4 << 20,
             fetch_max_wait_ms=100,
         )
-        self._admin = AIOKafkaAdminClient(bootstrap_servers=address, client_id="headrace-reconcile")
+        self._admin = AIOKafkaAdminClient(**connection, client_id="headrace-reconcile")
         try:
             await self._answered(self._consumer.start())
             await self._answered(self._admin.start())
             yield
         finally:
-            closing = [asyncio.ensure_future(part) for part in (self._consumer.stop(), self._admin.close())]
-            await asyncio.wait(closing, timeout=ANSWER_S)
+            await asyncio.gather(
+                stop_within(ANSWER_S, self._consumer.stop()), stop_within(ANSWER_S, self._admin.close())
+            )
 
     async def _answered(self, question: Awaitable[T]) -> T:
         try:
-            return await asyncio.wait_for(question, ANSWER_S)
+            async with asyncio.timeout(ANSWER_S):  # wait_for may swallow a cancellation (Python 3.11)
+                return await question
         except (TopicAuthorizationFailedError, GroupAuthorizationFailedError):
             raise
         except (KafkaError, OSError, TimeoutError) as error:
             raise self._unreachable() from error
 
     def _unreachable(self) -> BrokerUnreachable:
-        return BrokerUnreachable(f"no Kafka broker answers at {self._settings.kafka.bootstrap}")
+        return BrokerUnreachable(
+            f"no Kafka broker answers at {self._settings.kafka.bootstrap}{self._settings.kafka.security.hint}"
+        )
+
+
+def _is_own(topic: str, pool: str) -> bool:
+    """Whether it is a jobs topic that one tenant has to itself."""
+    found = names.parse_jobs_topic(topic)
+    return found is not None and found.pool == pool and found.tenant is not None
 
 
 def _of(ranges: Mapping[TopicPartition, Range], number: int) -> dict[TopicPartition, Range]:

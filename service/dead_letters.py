@@ -26,19 +26,20 @@ from schemas.names import (
     H_REASON,
     H_REPLAY_OF,
     H_REPLAYED,
+    H_SEAL,
     H_TRACEPARENT,
     H_TRACESTATE,
     SERVICE_HEADERS,
-    TIERS,
+    parse_jobs_topic,
 )
-from service.intake.intake import digest_of
+from service.credentials.seal import Seal, Sealer, seal_in
+from service.intake.reading import digest_of
 from service.job import Place
 from service.telemetry.propagation import SAMPLED, extract, format_traceparent, own_trace, parse_traceparent, span_id
 
 Headers = tuple[tuple[str, bytes | None], ...]
 
 _ID = re.compile(ID_PATTERN, re.ASCII)
-_JOBS_TOPIC = re.compile(rf"inference\..+\.jobs\.(?:{'|'.join(TIERS)})", re.ASCII)
 _TRACE = frozenset({H_TRACEPARENT, H_TRACESTATE, H_BAGGAGE})
 
 
@@ -201,15 +202,17 @@ class Replay:
     trace_id: str
 
 
-def replay(letter: Letter, after: int | None = None) -> Replay:
+def replay(letter: Letter, after: int | None = None, *, sealer: Sealer | None = None, now: float = 0.0) -> Replay:
     """The letter's job once more, under the next run. `after`: the highest run it was replayed under before.
 
-    The record keeps topic, partition number, key and its own headers. Raises NotReplayable.
+    The record keeps topic, partition number, key and its own headers. `sealer`: the service believes signed jobs only;
+    it then vouches, at `now` (wall clock), for a letter whose sender it believed when the job came. Raises
+    NotReplayable.
     """
     origin = letter.origin
     if origin is None:
         raise NotReplayable("does not say where its record came from; publish the job anew")
-    if not _JOBS_TOPIC.fullmatch(origin.topic):
+    if parse_jobs_topic(origin.topic) is None:
         raise NotReplayable(f"came from {origin.topic}, which is no jobs topic; publish the job anew")
     document, digest = _job(letter.value)
     former = document.get("run", 0)
@@ -222,19 +225,30 @@ def replay(letter: Letter, after: int | None = None) -> Replay:
     trace_id, trace = _trace(letter, origin, former, digest, run)
     headers = [(name, value) for name, value in letter.foreign_headers if name.lower() not in _TRACE]
     headers += [(name, text.encode("latin-1", "replace")) for name, text in trace.items()]
-    headers.append((H_REPLAY_OF, f"{DEAD_LETTERS}/{letter.spot}".encode()))
+    place = f"{DEAD_LETTERS}/{letter.spot}"
+    headers.append((H_REPLAY_OF, place.encode()))
+    value = orjson.dumps(document)
+    if sealer is not None:
+        _must_be_believed(letter, sealer)
+        headers.append((H_SEAL, sealer.mark(Seal("replay", round(now * 1000), place), value)))
     return Replay(
         letter=letter.spot,
         topic=origin.topic,
         partition=origin.partition,
         key=letter.key,
-        value=orjson.dumps(document),
+        value=value,
         headers=tuple(headers),
         tenant=letter.tenant,
         job_id=letter.job_id,
         run=run,
         trace_id=trace_id,
     )
+
+
+def _must_be_believed(letter: Letter, sealer: Sealer) -> None:
+    seal = sealer.check(seal_in(letter.headers) or b"", letter.value)
+    if seal is None or seal.kind != "copy" or seal.place != str(letter.origin):
+        raise NotReplayable("does not bear the service's mark: its sender was not believed; have the job signed anew")
 
 
 def newest(letters: Iterable[Letter], limit: int) -> list[Letter]:

@@ -1,6 +1,6 @@
 """What travels between the worker and its delivery process: typed tuples, msgpack-encoded, in lists.
 
-Worker → delivery: `Open`, `Deltas`, `End`, `Waiting`, `Dead`, `Lease`, `Barrier`, `Release`.
+Worker → delivery: `Open`, `Deltas`, `End`, `Waiting`, `Dead`, `Unanswered`, `Lease`, `Barrier`, `Release`.
 Delivery → worker: `Ended`, `Broken`, `Vanished`, `BarrierDone`, `Pressure`.
 
 Frames are written on the engine's loop, so they are as small as they can be and hold no logic. Times are wall-clock
@@ -174,7 +174,24 @@ class Release(Frame, tag="release"):
     lost: list[tuple[str, int]]
 
 
-ToDelivery = Open | Deltas | End | Waiting | Dead | Lease | Barrier | Release
+class Unanswered(Frame, tag="unanswered", kw_only=True):
+    """A record that nobody is answered about: a cancel that was not believed. It gets its span, and nothing else.
+
+    `code` as in an `Error`; what the record names (`tenant`, `job_id`) is not known to be true.
+    """
+
+    topic: str
+    partition: int
+    offset: int
+    tenant: str
+    job_id: str
+    code: str
+    trace: dict[str, str]
+    broker_time: float
+    at: float
+
+
+ToDelivery = Open | Deltas | End | Waiting | Dead | Lease | Barrier | Release | Unanswered
 
 
 class Ended(Frame, tag="ended", kw_only=True):
@@ -210,10 +227,14 @@ class BarrierDone(Frame, tag="barrier-done"):
 
 
 class Pressure(Frame, tag="pressure", kw_only=True):
-    """Sent every 0.5 s: bytes not yet acknowledged, and counters since the last one for /metrics."""
+    """Sent every 0.5 s: bytes not yet acknowledged, and counters since the last one for /metrics.
+
+    `store`: why the object store counts as away; None while it takes outputs.
+    """
 
     unacknowledged: int
     counters: dict[str, float]
+    store: str | None = None
 
 
 FromDelivery = Ended | Broken | Vanished | BarrierDone | Pressure

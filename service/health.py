@@ -38,6 +38,10 @@ LOOP_STUCK_S = (
     20.0  # longer than any pause that heals by itself (an import, a collection), shorter than a human's patience
 )
 ASK_S = 1.0  # how long a request waits for the worker's loop; probes usually give up after 1-2 s
+# A consumer that has not asked for records for so long is stuck; it asks several times a second, paused or not.
+READ_STUCK_S = 30.0
+# Holds of a worker that could run nothing of what it reads; the others are told by checks of their own.
+OUTAGES = frozenset({"memory", "store"})
 # The engine's supervisor acts on a hang after `stall_s`; the probe, which kills the whole worker, only after this × it.
 STALL_PATIENCE = 1.5
 
@@ -53,6 +57,9 @@ class Condition:
     partitions: int
     delivery: bool  # the delivery process is up and answers
     draining: bool
+    polled: float = 0.0  # monotonic time at which records were last asked for; 0 = not yet
+    held: frozenset[str] = frozenset()  # why nothing new is started
+    paused: frozenset[str] = frozenset()  # why nothing is read
 
 
 class Vitals(Protocol):
@@ -132,7 +139,8 @@ class HealthServer:
 
         asked = asyncio.run_coroutine_threadsafe(answer(), loop)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(asked), ASK_S)
+            async with asyncio.timeout(ASK_S):
+                return await asyncio.wrap_future(asked)
         except (TimeoutError, asyncio.CancelledError):
             return None
         except Exception:  # a probe that raises would have the worker killed for a fault of its own reporting
@@ -165,12 +173,13 @@ class HealthServer:
     async def _readyz(self, request: Request) -> Response:
         """200 only if a job that arrives now would be run."""
         condition = await self._ask(self._vitals.condition)
-        checks = readiness(condition)
+        checks = readiness(condition, time.monotonic())
         ready = all(found is None for found in checks.values())
         body = {
             "ready": ready,
             "worker": self._worker,
             "partitions": condition.partitions if condition else 0,
+            "paused": sorted(condition.paused) if condition else [],
             "checks": {name: found or "ok" for name, found in checks.items()},
         }
         return _json(body, 200 if ready else 503)
@@ -209,14 +218,18 @@ def stalled(condition: Condition, now: float, patience_s: float) -> str | None:
     return f"{condition.running} requests run and the engine has made no step for {silent:.0f} s"
 
 
-def readiness(condition: Condition | None) -> dict[str, str | None]:
+def readiness(condition: Condition | None, now: float) -> dict[str, str | None]:
     """Each check: None if it holds, else what is wrong."""
     if condition is None:
         return {"worker": f"the worker did not answer within {ASK_S:g} s"}
+    unread = now - condition.polled if condition.joined and condition.polled else 0.0
+    outages = sorted(condition.held & OUTAGES)
     return {
         "worker": None,
         "engine": None if condition.engine == "ready" else f"the engine is {condition.engine}",
         "group": None if condition.joined else "no assignment from the consumer group yet",
+        "reading": f"no records were asked for in {unread:.0f} s" if unread > READ_STUCK_S else None,
+        "admission": f"nothing new is started: {', '.join(outages)}" if outages else None,
         "delivery": None if condition.delivery else "the delivery process is not up",
         "draining": "the worker is draining" if condition.draining else None,
     }

@@ -9,28 +9,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from schemas.errors import Cancelled, ErrorCode, Refusal
+from schemas.events import TERMINAL
 from service.cancels import Cancels, Wish
+from service.credentials import Doubt
 from service.deferred import Deferral, Relay
 from service.delivery.link import Link
-from service.frames import Answer, Dead, Ended, Head, Timing, Usage
+from service.frames import Answer, Dead, Ended, Head, Timing, Unanswered, Usage
 from service.identity.archive import Archive
 from service.identity.copies import Copies
 from service.identity.identities import Arrival
 from service.intake.intake import Intake
-from service.intake.verdict import Early, Lookup, Refused, Undeliverable, Verdict
+from service.intake.verdict import Early, Elsewhere, Lookup, Refused, Undeliverable, Unverified, Verdict
 from service.job import Job, Place, Record, Ticket
 from service.ledger.book import Book
+from service.overflow import Census, Homes, Hops, Spill
 from service.runner import Runner, error_of
+from service.scheduler.order import Upstream
 from service.scheduler.scheduler import Entry, Scheduler
 from service.settings import Settings
 from service.telemetry.metrics import Metrics
+from service.telemetry.propagation import extract
+from service.tenants import Tenants
 
 log = logging.getLogger(__name__)
 
-TERMINAL = frozenset({"completed", "failed", "cancelled", "expired", "dead", "undeliverable"})
+ENDED = TERMINAL | {"dead", "undeliverable"}  # what completes a record; `abandoned` does not
 
 
 class Reception:
@@ -45,6 +51,7 @@ class Reception:
         book: Book,
         metrics: Metrics,
         settings: Settings,
+        tenants: Tenants,
     ) -> None:
         self._intake = intake
         self._scheduler = scheduler
@@ -52,23 +59,45 @@ class Reception:
         self._link = link
         self._book = book
         self._metrics = metrics
+        self._closed = False  # what still comes is left to the partition's next owner
         self._lookups: set[asyncio.Task[None]] = set()
+        self._upstream = Upstream()
+        scheduler.order_ready(lambda job: not self._upstream.before(job))
         self._cancels = Cancels()
         self._most_unacknowledged = settings.delivery.max_unacknowledged_bytes
         self.copies = Copies(settings, self, book.owns, metrics.duplicate)
+        relay = Relay(settings)  # started and stopped by `deferral`
         self.deferral = Deferral(
-            settings, book, Relay(settings), Archive(settings.kafka), self.admit, self._cancels.hit, metrics.deferred
+            settings, book, relay, Archive(settings.kafka), self.admit, self._cancels.hit, metrics.deferred
+        )
+
+        self.spill = Spill(settings, book, relay, tenants, self)
+        self.hops = Hops(settings, book, relay, self._unreachable, lambda: metrics.spilled("model"))
+        self._census = Census(settings)
+        self.homes = Homes(
+            settings,
+            book,
+            relay,
+            tenants,
+            self._census,
+            self.copies.recall_elsewhere,
+            self._stays,
+            lambda: metrics.spilled("spread"),
         )
 
     # -- records in
 
     def admit(self, record: Record, ticket: Ticket) -> None:
+        if self._closed:
+            return
         record = self.deferral.original(record)
         if not self.deferral.keeps(record, ticket):
             self._settle(self._intake.read(record, ticket))
 
     def poison(self, record: Record, ticket: Ticket, message: str) -> None:
         """A record on which our own code raised: kept whole, so that nothing is lost."""
+        if self._closed:
+            return
         self._dead(record.dead(ticket, record.place, ErrorCode.INTERNAL, message))
 
     def _dead(self, dead: Dead) -> None:
@@ -76,25 +105,51 @@ class Reception:
         self._metrics.dead_letter(dead.code)
 
     def _settle(self, verdict: Verdict | Early | Lookup) -> None:
+        if self._closed:
+            return
         if isinstance(verdict, Job):
-            job = verdict
-            if not self._defer(job.head, job.record, job.ticket, job.not_before, job.starts):
-                self.copies.admit(Arrival.of(job))
+            if not self.homes.sends(verdict):
+                self._stays(verdict)
         elif isinstance(verdict, Early):
-            lookup = verdict.lookup
-            if not self._defer(verdict.head, lookup.record, lookup.ticket, verdict.not_before, verdict.starts):
+            lookup, head = verdict.lookup, verdict.head
+            if self.homes.concerns(head.tenant) or not self._defer(
+                head, lookup.record, lookup.ticket, verdict.not_before, verdict.starts
+            ):
                 self._settle(lookup)
         elif isinstance(verdict, Refused):
             refused = verdict
+            if isinstance(refused.refusal, Doubt):
+                self._metrics.unverified("job", refused.refusal.reason)
             self.copies.admit(
                 Arrival(refused.head, refused.record, refused.ticket, refused.received, refusal=refused.refusal)
             )
+        elif isinstance(verdict, Elsewhere):
+            self.hops.send(verdict)
+        elif isinstance(verdict, Unverified):
+            self._unverified(verdict)
         elif isinstance(verdict, Undeliverable):
             self._dead(verdict.dead)
         else:
+            self._upstream.add(verdict.ticket, verdict.record.key)
             task = asyncio.create_task(self._look_up(verdict))
             self._lookups.add(task)
             task.add_done_callback(self._lookups.discard)
+
+    def _unverified(self, verdict: Unverified) -> None:
+        """Past `copies`: the identity that it claims may be somebody's, who must not find his job answered by it."""
+        self._metrics.unverified("job", verdict.doubt.reason)
+        self._metrics.dead_letter(verdict.dead.code)
+        self._end_unstarted(
+            verdict.head, verdict.doubt, verdict.received, verdict.record, repeat=True, dead=verdict.dead
+        )
+
+    def _unreachable(self, elsewhere: Elsewhere, refusal: Refusal) -> None:
+        arrival = Arrival(elsewhere.head, elsewhere.record, elsewhere.ticket, elsewhere.received, refusal=refusal)
+        self.copies.admit(arrival)
+
+    def _stays(self, job: Job) -> None:
+        if not self._defer(job.head, job.record, job.ticket, job.not_before, job.starts):
+            self.copies.admit(Arrival.of(job))
 
     def _defer(self, head: Head, record: Record, ticket: Ticket, not_before: float | None, starts: int) -> bool:
         """Whether the job's time is so far ahead that it waits on `deferred` (R12)."""
@@ -106,7 +161,10 @@ class Reception:
 
     async def _look_up(self, lookup: Lookup) -> None:
         try:
-            verdict = await lookup.finish()
+            try:
+                verdict = await lookup.finish()
+            finally:
+                self._upstream.remove(lookup.ticket, lookup.record.key)
             if self._book.owns(lookup.ticket):  # else its partition went to another worker in the meantime
                 self._settle(verdict)
         except Exception as problem:
@@ -114,6 +172,8 @@ class Reception:
                 return
             log.exception("intake failed place=%s", lookup.record.place)
             self.poison(lookup.record, lookup.ticket, f"intake failed on this record: {type(problem).__name__}")
+        finally:
+            self._scheduler.order_moved()  # a job of an ordered tenant may have waited for this record
 
     # -- the doors of `copies`
 
@@ -126,6 +186,7 @@ class Reception:
             self._metrics.cancel("admission")
             self._end_unstarted(arrival.head, Cancelled(), arrival.received, arrival.record)
         else:
+            self.spill.note(job)
             self._scheduler.put(job, alone=self._runner.is_suspect(job))
 
     def answer(self, arrival: Arrival, kind: str, answer: Answer) -> None:
@@ -150,6 +211,27 @@ class Reception:
     def withdraw(self, place: Place) -> bool:
         return bool(self._scheduler.take({place}))
 
+    # -- the doors of `spill`
+
+    def take_out(self, places: Collection[Place]) -> list[Job]:
+        return self._scheduler.take(frozenset(places))
+
+    def put_back(self, job: Job) -> None:
+        if self._closed:
+            return
+        if self.is_cancelled(Arrival.of(job)):
+            self.go_on(Arrival.of(job))
+            return
+        self.spill.note(job)
+        self._scheduler.put(job, alone=self._runner.is_suspect(job), returning=True)
+
+    def is_held(self) -> bool:
+        return bool(self._scheduler.holds)
+
+    def moved(self, ticket: Ticket) -> None:
+        self._metrics.spilled("full")
+        self.copies.gone(ticket)
+
     # -- cancels
 
     def cancel(self, wishes: Sequence[Wish]) -> None:
@@ -169,6 +251,23 @@ class Reception:
             if entry is not None and self._runner.cancel(entry):
                 self._metrics.cancel("running")
 
+    def disbelieve(self, record: Record, wish: Wish, doubt: Doubt) -> None:
+        """A cancel that is not heeded: its sender may not stop this tenant's jobs."""
+        self._metrics.unverified("cancel", doubt.reason)
+        self._link.unanswered(
+            Unanswered(
+                topic=record.place.topic,
+                partition=record.place.partition,
+                offset=record.place.offset,
+                tenant=wish.tenant,
+                job_id=wish.job_id or "",
+                code=doubt.code,
+                trace=extract(record.headers),
+                broker_time=record.timestamp_ms / 1000,
+                at=time.time(),
+            )
+        )
+
     # -- the scheduler's exits
 
     async def run(self, entry: Entry) -> None:
@@ -181,26 +280,34 @@ class Reception:
         self._link.waiting(job.head, reason, since)
 
     def _end_unstarted(
-        self, head: Head, refusal: Refusal, received: float, record: Record, *, repeat: bool = False
+        self,
+        head: Head,
+        refusal: Refusal,
+        received: float,
+        record: Record,
+        *,
+        repeat: bool = False,
+        dead: Dead | None = None,
     ) -> None:
         """One event and nothing else: the attempt exists only to number it."""
         timing = Timing(received=received, ended=time.time())
         error = error_of(refusal)
         stream = self._link.open(head, announce=False, prompt_tokens=0, record=record)
-        stream.end(refusal.terminal, Usage(), timing, error, repeat=repeat)
+        stream.end(refusal.terminal, Usage(), timing, error, dead, repeat=repeat)
         self._metrics.attempt(head, refusal.terminal, Usage(), timing, error)
 
     # -- completion
 
     def ended(self, ended: Ended) -> None:
         """Delivery's word that all records of an end are acknowledged (R6)."""
-        if ended.kind not in TERMINAL:
+        if ended.kind not in ENDED:
             return
         place = Place(ended.topic, ended.partition, ended.offset)
         ticket = Ticket(place, ended.epoch)
         self._book.complete(ticket, ended.status_offset)
         self._scheduler.release(ticket, stop=ended.kind == "undeliverable")
         self._metrics.ended(ended)
+        self.spill.forget(place)
         self.copies.ended(ended)
 
     # -- partitions out
@@ -214,8 +321,16 @@ class Reception:
             log.info("abandoned running=%d partitions=%d", len(stopped), len(lost))
         self.copies.abandon(lost)
         self.deferral.abandon(lost)
+        self.spill.abandon(lost)
 
     async def stop(self) -> None:
+        """Nothing is taken in from here on: it would be answered after the last commit, and by the next owner again."""
+        self._closed = True
+        await self.spill.stop()
+        await self.homes.stop()
+        await self.hops.stop()
+        await self._census.stop()
+        self._intake.credentials.close()
         await self.deferral.stop()
         await self.copies.stop()
         for task in list(self._lookups):

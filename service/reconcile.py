@@ -1,16 +1,7 @@
-"""Whether every job ended exactly once, from what lies on the logs (R17). Pure: fed with records, it gives verdicts.
+"""Whether every job ended exactly once, from what lies on the logs (R17). Pure: fed with records, it gives facts to
+judge (verdicts.py).
 
     letters → per partition number: statuses, copies, jobs → terminals → report
-
-Every job record gets one verdict; only `lost` and `doubled` are failures of the service:
-
-    ok             answered: its terminal event lies where its status record says
-    running        not ended: the group's commit calls it unfinished, or has not come to it
-    lost           the group is done with it, and there is neither an answer nor a dead letter
-    doubled        a reader following the rules would deliver two: terminals of one job in two reply partitions
-    suppressed     answered, with further terminals behind the first in the same partition, which no reader delivers
-    dead-lettered  nobody could be told; the record lies on the dead-letter topic
-    unverifiable   the answer is said to lie where it can no longer be read: expired, deleted, or no rights
 
 Memory is bounded: one `Reconciliation` holds one share of the jobs, by a hash of their ids (`share` of `shares`), and
 identities as 64-bit fingerprints.
@@ -18,89 +9,17 @@ identities as 64-bit fingerprints.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from schemas import names
+from schemas.events import TERMINAL
 from service.job import Place
 from service.ledger import Key, Snapshot
 from service.places import OFFSET_BITS, Places, fingerprint, identity_of, origin_of, read_job
-
-TERMINAL = frozenset({"completed", "failed", "cancelled", "expired"})
-DEAD = frozenset({"dead", "undeliverable"})
-
-# Findings listed one by one, of each verdict; all are counted.
-LISTED = 1_000
-
-
-class Verdict(StrEnum):
-    OK = "ok"
-    RUNNING = "running"
-    LOST = "lost"
-    DOUBLED = "doubled"
-    SUPPRESSED = "suppressed"
-    DEAD_LETTERED = "dead-lettered"
-    UNVERIFIABLE = "unverifiable"
-
-
-# What is worth a line of its own, worst first.
-WORTH_TELLING = (Verdict.LOST, Verdict.DOUBLED, Verdict.UNVERIFIABLE, Verdict.SUPPRESSED)
-FAILURES = frozenset({Verdict.LOST, Verdict.DOUBLED})
-
-# Where a stated terminal is: there, gone with what no longer can be read, or not where it must be.
-Sight = Literal["there", "out of reach", "missing"]
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What the logs tell of one job record. Of several copies of a job one accounts for all its terminals."""
-
-    finished: bool  # by the group's commits, its copies on `deferred` and `overflow` included
-    status: str | None  # `kind` of its status record
-    stated: Sight | None  # of the terminal that the status record names
-    terminals: int  # of its identity, wherever they lie; answers to further copies, and refusals of such, left out
-    partitions: int  # reply partitions that a reader would find one in
-    letter: bool  # its record lies on the dead-letter topic
-    answered: bool  # by its identity alone: another record's status, or an answer to a further copy
-    blind: bool  # the logs that would tell more do not reach back so far, or may not be read
-
-
-def judge(facts: Facts) -> tuple[Verdict, str]:
-    """The verdict on one job record, and why."""
-    if facts.partitions > 1:
-        return Verdict.DOUBLED, f"terminals in {facts.partitions} reply partitions"
-    if facts.status is None:
-        if not facts.finished:
-            return Verdict.RUNNING, ""
-        if facts.terminals or facts.answered:
-            return _answered(facts)
-        if facts.letter:
-            return Verdict.DEAD_LETTERED, ""
-        if facts.blind:
-            return Verdict.UNVERIFIABLE, "no status record, and the logs do not reach back to its time"
-        return Verdict.LOST, "committed as ended, without status record, terminal or dead letter"
-    if facts.status in DEAD:
-        if facts.letter:
-            return Verdict.DEAD_LETTERED, ""
-        if facts.blind:
-            return Verdict.UNVERIFIABLE, "said to be a dead letter, which can no longer be read"
-        return Verdict.LOST, "said to be a dead letter, and is none"
-    if facts.stated == "there" or facts.terminals:
-        return _answered(facts)
-    if facts.stated == "out of reach":
-        return Verdict.UNVERIFIABLE, "its terminal lies where it can no longer be read"
-    return Verdict.LOST, "its terminal does not lie where its status record says"
-
-
-def _answered(facts: Facts) -> tuple[Verdict, str]:
-    if facts.terminals > 1:
-        return Verdict.SUPPRESSED, f"{facts.terminals} terminals, of which readers take the first"
-    return Verdict.OK, ""
+from service.verdicts import LISTED, Facts, Finding, Report, Sight, judge
 
 
 class Terminal(NamedTuple):
@@ -111,37 +30,8 @@ class Terminal(NamedTuple):
     repeat: bool
 
 
-class Finding(NamedTuple):
-    verdict: Verdict
-    origin: Place
-    why: str
-    places: tuple[Place, ...] = ()  # of its terminals
-
-
-@dataclass
-class Report:
-    """Verdicts of a share, or of all shares added up."""
-
-    counts: Counter[Verdict] = field(default_factory=Counter)
-    findings: dict[Verdict, list[Finding]] = field(default_factory=dict)
-
-    @property
-    def jobs(self) -> int:
-        return self.counts.total()
-
-    @property
-    def good(self) -> bool:
-        return not any(self.counts[verdict] for verdict in FAILURES)
-
-    def add(self, other: Report) -> None:
-        self.counts += other.counts
-        for verdict, found in other.findings.items():
-            listed = self.findings.setdefault(verdict, [])
-            listed += found[: max(0, LISTED - len(listed))]
-
-    def listed(self) -> Iterable[Finding]:
-        for verdict in WORTH_TELLING:
-            yield from self.findings.get(verdict, ())
+# A status record's kind: the job went to another pool, which serves its model.
+MOVED = "moved"
 
 
 class _Event(msgspec.Struct, gc=False):
@@ -171,6 +61,7 @@ class _Ended(msgspec.Struct, gc=False):
     run: int = 0
     terminal: _Where | None = None
     repeat: bool = False
+    place: str | None = None  # its last one, if it was moved
 
 
 _EVENT = msgspec.json.Decoder(_Event)
@@ -215,6 +106,9 @@ class Reconciliation:
         self._statuses: dict[int, _Status] = {}  # by origin; of the partition number that is being read
         self._answered: set[int] = set()  # identities with a status record
         self._carried: set[int] = set()  # origins whose copy is unfinished; of that number
+        # Of records that went to another partition number (spread): these are told of when theirs is read.
+        self._afar: dict[int, _Status] = {}
+        self._strays: set[int] = set()  # origins whose copy is unfinished there, or in another pool
         self._cases: list[_Case] = []
         self._stated: set[int] = set()  # terminals that a status record accounts for
         self._seen: dict[int, list[Terminal]] = {}
@@ -239,8 +133,13 @@ class Reconciliation:
         """The next record of the status partition."""
         try:
             ended = _ENDED.decode(value or b"")
-            origin = self._places.pack(Place.parse(ended.origin))
+            first = Place.parse(ended.origin)
+            afar = ended.place is not None and Place.parse(ended.place).partition != first.partition
+            origin = self._places.pack(first)
         except (msgspec.DecodeError, ValueError):
+            return
+        if ended.kind == MOVED:  # its answer comes from another pool
+            self._strays.add(origin)
             return
         identity = identity_of(ended.tenant, ended.job_id, ended.run) if ended.job_id else 0
         if identity and not self._mine(ended.job_id.encode()):
@@ -256,14 +155,16 @@ class Reconciliation:
         if identity:
             self._answered.add(identity)
         # The first one holds, as the first terminal does.
-        self._statuses.setdefault(origin, _Status(ended.kind, identity, stated, ended.repeat))
+        known = self._afar if afar else self._statuses
+        known.setdefault(origin, _Status(ended.kind, identity, stated, ended.repeat))
 
     def copy(self, place: Place, origin: Place | None) -> bool:
         """A record of `deferred` or `overflow`. False: it has no origin, so it is a job of its own."""
         if origin is None:
             return False
         if not self._finished(place):
-            self._carried.add(self._places.pack(origin))
+            carried = self._carried if origin.partition == place.partition else self._strays
+            carried.add(self._places.pack(origin))
         return True
 
     def job(self, place: Place, value: bytes | None, at_ms: int) -> None:
@@ -337,6 +238,8 @@ class Reconciliation:
 
     def report(self) -> Report:
         report = Report()
+        if self._afar or self._strays:
+            self._cases = [self._with_news_from_afar(case) for case in self._cases]
         owners = self._owners()
         for number, case in enumerate(self._cases):
             seen = self._seen.get(case.identity, []) if case.identity else []
@@ -346,6 +249,11 @@ class Reconciliation:
                 places = tuple(self._places.unpack(terminal.place) for terminal in seen)
                 listed.append(Finding(verdict, self._places.unpack(case.origin), why, places))
         return report
+
+    def _with_news_from_afar(self, case: _Case) -> _Case:
+        status = case.status or self._afar.get(case.origin)
+        identity = case.identity or (status.identity if status is not None else 0)
+        return case._replace(status=status, identity=identity)
 
     def _owners(self) -> dict[int, int]:
         """Identity → the one of its records that accounts for its terminals: of several copies the one that ran."""
@@ -370,7 +278,7 @@ class Reconciliation:
             there = any(terminal.place == status.stated for terminal in seen)
             stated = "there" if there else self._sight(status.stated)
         return Facts(
-            finished=case.finished,
+            finished=case.finished and (bool(counted) or case.origin not in self._strays),
             status=status.kind if status is not None else None,
             stated=stated,
             terminals=len(counted),

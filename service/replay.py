@@ -21,6 +21,8 @@ from aiokafka.errors import (
 )
 
 from schemas.names import DEAD_LETTERS
+from schemas.security import PLAINTEXT, KafkaSecurity
+from service.bounded_stop import stop_within
 from service.dead_letters import Note, NotReplayable, Replay
 from service.job import Place
 from service.topics import COPY_BYTES, MAX_JOB_BYTES, BrokerUnreachable
@@ -34,14 +36,16 @@ SEND_S = 15.0  # one record, its retries included
 class Replayer:
     """An asynchronous context; many `send` at a time are fine."""
 
-    def __init__(self, bootstrap: str) -> None:
+    def __init__(self, bootstrap: str, security: KafkaSecurity = PLAINTEXT) -> None:
         self._bootstrap = bootstrap
+        self._security = security
         self._producer: AIOKafkaProducer | None = None
 
     async def __aenter__(self) -> Self:
         """Raises BrokerUnreachable."""
         self._producer = AIOKafkaProducer(
             bootstrap_servers=self._bootstrap,
+            **self._security.arguments(),
             client_id="headrace-replay",
             acks="all",
             compression_type="lz4",
@@ -96,7 +100,8 @@ class Replayer:
 
     async def _answered(self, question: Awaitable[T], seconds: float) -> T:
         try:
-            return await asyncio.wait_for(question, seconds)
+            async with asyncio.timeout(seconds):  # wait_for may swallow a cancellation (Python 3.11)
+                return await question
         except MessageSizeTooLargeError:
             raise
         except TopicAuthorizationFailedError:
@@ -104,10 +109,9 @@ class Replayer:
         except UnknownTopicOrPartitionError:
             raise NotReplayable("came from a topic that is gone; publish the job anew") from None
         except (KafkaError, TimeoutError, OSError):
-            raise BrokerUnreachable(f"no Kafka broker answers at {self._bootstrap}") from None
+            raise BrokerUnreachable(f"no Kafka broker answers at {self._bootstrap}{self._security.hint}") from None
 
     async def _stop(self) -> None:
         producer, self._producer = self._producer, None
         if producer is not None:
-            stopping = asyncio.ensure_future(producer.stop())
-            await asyncio.wait((stopping,), timeout=START_S)
+            await stop_within(START_S, producer.stop())

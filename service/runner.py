@@ -234,7 +234,7 @@ class _Attempt:
         self._first: float | None = None
         self._last: float | None = None
         self._scheduled: float | None = None
-        self.usage = Usage(prompt=prepared.prompt_tokens)
+        self.usage = entry.usage = Usage(prompt=prepared.prompt_tokens)  # the scheduler looks at it now and then
 
     async def run(self, engine: Engine) -> bool:
         """True: it ended well."""
@@ -264,13 +264,14 @@ class _Attempt:
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 if isinstance(output, Finished):
-                    self.usage = output.usage
+                    self.usage = self._entry.usage = output.usage
                     self._scheduled = output.scheduled
                     self._first = output.first_token or self._first
                     self._last = output.last_token or self._last
                     continue
                 if self._first is None:
                     self._first = time.time()
+                    self._entry.first_output()
                 for delta in output:
                     usage.completion += delta.tokens
                     if delta.finish_reason is not None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from schemas.security import KafkaSecurity, SaslMechanism, SecurityProtocol
 
 
 class KafkaSettings(BaseModel):
@@ -18,6 +20,39 @@ class KafkaSettings(BaseModel):
     rebalance_timeout_ms: int = 30_000
     request_timeout_ms: int = 15_000
     max_partition_fetch_bytes: int = 262_144
+    instance: str = ""  # static member id (R18), only where one process at a time has it: a StatefulSet's pod name
+    security_protocol: SecurityProtocol = "PLAINTEXT"
+    sasl_mechanism: SaslMechanism = "SCRAM-SHA-512"  # PLAIN only over TLS: it sends the password as it is
+    username: str = ""
+    password: str = Field(default="", repr=False)
+    ca_file: Path | None = None  # PEM, of whoever signed the brokers' certificates; empty = the system's
+    cert_file: Path | None = None  # PEM, this client's own, where brokers ask for one
+    key_file: Path | None = None
+    key_password: str = Field(default="", repr=False)
+    check_hostname: bool = True  # whether a broker's certificate must name the host that was called
+
+    @model_validator(mode="after")
+    def _secured(self) -> Self:
+        _ = self.security
+        return self
+
+    @property
+    def security(self) -> KafkaSecurity:
+        return KafkaSecurity(
+            protocol=self.security_protocol,
+            mechanism=self.sasl_mechanism,
+            username=self.username,
+            password=self.password,
+            ca_file=self.ca_file,
+            cert_file=self.cert_file,
+            key_file=self.key_file,
+            key_password=self.key_password,
+            check_hostname=self.check_hostname,
+        )
+
+    def connection(self) -> dict[str, Any]:
+        """What every aiokafka client is made with. Raises SecurityError."""
+        return {"bootstrap_servers": self.bootstrap, **self.security.arguments()}
 
 
 class StoreSettings(BaseModel):
@@ -33,7 +68,7 @@ class StoreSettings(BaseModel):
     ttl_days: int = 7  # stated as expires_at; the bucket's lifecycle rule deletes
     input_buckets: tuple[str, ...] = ()  # further buckets claim-checked inputs may come from
     max_input_bytes: int = 16 * 1024 * 1024
-    deadline_s: float = 60.0  # one upload or download, retries included
+    deadline_s: float = 180.0  # one upload or download, retries included: an outage of minutes costs no job
 
 
 class EngineSettings(BaseModel):
@@ -51,17 +86,29 @@ class EngineSettings(BaseModel):
     stream_interval: int = 1
     tool_parser: str | None = "hermes"
     reasoning_parser: str | None = None
-    overfill: float = 1.15  # running + waiting at the engine, as a share of max_num_seqs
-    reserve: float = 0.06  # share of slots and KV kept for the urgent
+    # The engine gets max_num_seqs x overfill slots, and the reserve on top (service/engine/bounds.py).
+    overfill: float = Field(default=1.15, ge=1.0, le=4.0)  # so that slots between two jobs leave none idle
+    reserve: float = Field(default=0.06, ge=0.0, le=0.5)  # share of slots and KV kept for the urgent; at least one slot
     stall_s: float = 60.0  # running > 0 and no step for so long = hang
     max_prompt_chars: int = 4_000_000  # refused before rendering
     start_attempts: int = 5  # rebuilds in a row before the worker gives up
-    # simulated engine: seconds per step = base + per_seq x running + per_prefill_token x tokens
+    # simulated engine: a machine whose measured times it keeps to, or the numbers below
+    sim_profile: Literal["custom", "h200-8b"] = "custom"
+    # seconds per step = base + per_seq x running + per_prefill_token x tokens + per_kv_token x context read
     sim_step_base_s: float = 0.008
     sim_step_per_seq_s: float = 0.00002
     sim_step_per_prefill_token_s: float = 0.00002
+    sim_step_per_kv_token_s: float = 0.0
     sim_kv_tokens: int = 1_000_000
     sim_start_s: float = 0.2
+
+
+class SchedulerSettings(BaseModel):
+    policy: Literal["fair", "fifo"] = "fair"  # fifo: for measurements; no shares, no limits that make jobs wait
+    prompt_cost: float = Field(default=1.0, ge=0.0)  # cost tokens of an uncached prompt token
+    output_cost: float = Field(default=8.0, gt=0.0)  # cost tokens of an output token
+    max_wait_s: float = Field(default=120.0, gt=0.0)  # for a tenant's next turn, whatever its share
+    bulk_wait_s: float = Field(default=30.0, gt=0.0)  # for the next turn of the tier `bulk`
 
 
 class DeliverySettings(BaseModel):
@@ -108,9 +155,12 @@ class Settings(BaseSettings):
     http_host: str = "127.0.0.1"
     http_port: int = 0  # 0 = any free port, printed at start
     state_dir: Path = Path(".headrace")
-    tenants_file: Path | None = None
+    tenants_file: Path | None = None  # YAML or JSON; a change is in force within 2 s
+    tenants_source: Literal["auto", "file", "topic"] = "auto"  # auto = the file if one is named, else the topic
     cache_secret: str = "development-only"  # HMAC key of the prefix-cache salts
-    identity: Literal["trusted", "topic", "signed"] = "trusted"
+    identity: Literal["trusted", "topic", "signed"] = "trusted"  # who says whose a job is; docs/tenancy.md
+    service_secret: str = Field(default="", repr=False)  # seals what workers publish again; needed unless trusted
+    service_secret_former: str = Field(default="", repr=False)  # still accepted, while the secret changes
     drain_s: float = 20.0
     replication_factor: int = 1
     log_level: str = "INFO"
@@ -119,6 +169,7 @@ class Settings(BaseSettings):
     kafka: KafkaSettings = Field(default_factory=KafkaSettings)
     store: StoreSettings = Field(default_factory=StoreSettings)
     engine: EngineSettings = Field(default_factory=EngineSettings)
+    scheduler: SchedulerSettings = Field(default_factory=SchedulerSettings)
     delivery: DeliverySettings = Field(default_factory=DeliverySettings)
     ledger: LedgerSettings = Field(default_factory=LedgerSettings)
     duplicates: DuplicatesSettings = Field(default_factory=DuplicatesSettings)

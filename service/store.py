@@ -21,8 +21,9 @@ from typing import Any, TypeVar
 import urllib3
 from minio import Minio
 from minio.error import MinioException, S3Error
-from urllib3.exceptions import HTTPError
+from urllib3.exceptions import HTTPError, MaxRetryError
 
+from service.outage import Outage
 from service.settings import StoreSettings
 
 log = logging.getLogger(__name__)
@@ -32,12 +33,18 @@ THREADS = 16  # 64 KiB uploads cost under 1 ms each; 8 are enough, the rest wait
 CONNECT_S, READ_S = 3.0, 30.0  # the client's defaults are 300 s each
 CLIENT_RETRIES = 2  # inside one try, by the HTTP client; the deadline is ours
 RETRY_FIRST_S, RETRY_MOST_S = 0.2, 5.0  # doubling, each times 0.5 to 1.5
+PROBE_S = 10.0  # of a probe
 READ_BYTES = 1 << 20
 PART_BYTES = 16 << 20  # above it the client uploads in parts
+
+# What a probe writes; the bucket's lifecycle rule deletes it.
+PROBE_KEY, PROBE_BYTES = "probe", b"{}"
 
 # Answers that another try cannot change.
 _MISSING = frozenset({"NoSuchKey", "NoSuchBucket", "NoSuchVersion", "NoSuchObject"})
 _FINAL = _MISSING | {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "EntityTooLarge"}
+# Answers below 500 that say nothing of the call: the store is too busy, or full.
+_NOT_NOW = frozenset({"SlowDown", "RequestTimeout", "TooManyRequests", "QuotaExceeded", "InsufficientStorage"})
 
 
 class StoreUnavailable(Exception):
@@ -60,7 +67,12 @@ class Store:
             maxsize=THREADS,
             block=True,
             timeout=urllib3.Timeout(connect=CONNECT_S, read=READ_S),
-            retries=urllib3.Retry(total=CLIENT_RETRIES, backoff_factor=0.2, status_forcelist=(500, 502, 503, 504)),
+            retries=urllib3.Retry(
+                total=CLIENT_RETRIES,
+                backoff_factor=0.2,
+                status_forcelist=(500, 502, 503, 504),
+                raise_on_status=False,  # the store's own code says more
+            ),
         )
         self._client = Minio(
             settings.endpoint,
@@ -71,6 +83,12 @@ class Store:
             http_client=self._http,
         )
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="store")
+        self._outage = Outage()
+
+    @property
+    def away(self) -> str | None:
+        """Why the store counts as away: refused connections, 5xx, silence, a full disk. None: it serves."""
+        return self._outage.cause(time.monotonic())
 
     async def put(
         self, key: str, data: bytes, content_type: str = "application/json", ttl_days: int | None = None
@@ -90,6 +108,13 @@ class Store:
         """
         return await self._until_deadline("get", lambda: self._get(bucket, key, size, sha256))
 
+    async def probe(self) -> None:
+        """One small upload, so that `away` knows whether the store takes something again. Never raises."""
+        key = f"{self._settings.prefix}/{PROBE_KEY}"
+        with suppress(Exception):
+            async with asyncio.timeout(PROBE_S):
+                await self._watched(lambda: self._put(key, PROBE_BYTES, "application/json", 1))
+
     async def ready(self, timeout_s: float = 5.0) -> bool:
         """Whether the bucket for outputs is there and may be used."""
         try:
@@ -104,26 +129,48 @@ class Store:
         self._http.clear()
 
     async def _until_deadline(self, what: str, operation: Callable[[], T]) -> T:
-        deadline = time.monotonic() + self._settings.deadline_s
-        delay, cause = RETRY_FIRST_S, "no answer"
+        seconds = self._settings.deadline_s
+        deadline = time.monotonic() + seconds
+        delay = RETRY_FIRST_S
         while True:
             try:
                 async with asyncio.timeout(max(0.001, deadline - time.monotonic())):
-                    return await self._run(operation)
+                    return await self._watched(operation)
             except TimeoutError:
-                raise StoreUnavailable(f"the store did not answer within {self._settings.deadline_s:g} s") from None
+                raise StoreUnavailable(f"the store did not answer within {seconds:g} s") from None
             except S3Error as error:
-                cause = error.code or "error"
+                cause = _cause(error)
                 if cause in _FINAL:
                     raise StoreUnavailable(f"the store refused to {what}: {cause}") from error
             except (MinioException, HTTPError, OSError) as error:
-                cause = type(error).__name__
+                cause = _cause(error)
             pause = delay * random.uniform(0.5, 1.5)
             if time.monotonic() + pause >= deadline:
-                raise StoreUnavailable(f"the store failed to {what} for {self._settings.deadline_s:g} s: {cause}")
+                raise StoreUnavailable(f"the store failed to {what} for {seconds:g} s: {cause}")
             log.warning("store %s failed, trying again in %.1f s: %s", what, pause, cause)
             await asyncio.sleep(pause)
             delay = min(delay * 2, RETRY_MOST_S)
+
+    async def _watched(self, operation: Callable[[], T]) -> T:
+        """One try; how it goes says whether the store is away."""
+        outage = self._outage
+        call = outage.began(time.monotonic())
+        try:
+            result = await self._run(operation)
+        except asyncio.CancelledError:  # by the deadline above, or nobody waits any more
+            outage.left(call, time.monotonic())
+            raise
+        except (MinioException, HTTPError, OSError) as error:
+            if _is_outage(error):
+                outage.failed(call, _cause(error))
+            else:
+                outage.answered(call, time.monotonic())
+            raise
+        except BaseException:
+            outage.answered(call, time.monotonic())
+            raise
+        outage.answered(call, time.monotonic())
+        return result
 
     async def _run(self, operation: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, operation)
@@ -179,3 +226,19 @@ class Store:
         if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256.lower():
             raise DigestMismatch("the object's SHA-256 is not the one of its reference")
         return data
+
+
+def _cause(error: BaseException) -> str:
+    """In a word, without addresses or keys."""
+    if isinstance(error, S3Error):
+        return error.code or "error"
+    if isinstance(error, MaxRetryError) and error.reason is not None:
+        return type(error.reason).__name__
+    return type(error).__name__
+
+
+def _is_outage(error: BaseException) -> bool:
+    """Whether it says something of the store, not of the call."""
+    if not isinstance(error, S3Error):
+        return True
+    return error.response.status >= 500 or error.response.status == 429 or error.code in _NOT_NOW

@@ -1,6 +1,6 @@
-"""The registry of tenants as the worker knows it: read from a file, replaced as a whole, looked up by id.
+"""The registry of tenants as the worker knows it: from a file, replaced as a whole, or from a topic, entry by entry.
 
-An invalid file never replaces a valid one. Owns the prefix-cache salts; never counts or limits anything.
+What is not valid never replaces what is. Owns the prefix-cache salts; never counts or limits anything, reads no topic.
 """
 
 from __future__ import annotations
@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
 import yaml
 from pydantic import ValidationError
 
+from schemas.names import TENANTS
 from schemas.problems import named, problem
 from schemas.tenants import Tenant, TenantLimits
 from service.settings import Settings
@@ -26,7 +28,7 @@ FOLLOW_S = 2.0
 
 _NAMES = frozenset(Tenant.model_fields) | frozenset(TenantLimits.model_fields)
 
-# Without a file: the development registry, whose tenants trust one another with their reply topics.
+# Without any registry: the development one, whose tenants trust one another with their reply topics.
 DEVELOPMENT = tuple(Tenant(id=id, reply_topics=["*"]) for id in ("acme", "globex", "initech"))
 
 
@@ -35,20 +37,68 @@ class RegistryError(ValueError):
 
 
 class Tenants:
+    """From a file, from the topic `inference.tenants`, or the development tenants (`HEADRACE_TENANTS_SOURCE`).
+
+    With a file: call `follow`. Else give `take` every record of the topic, and call `opened` once it was read whole.
+    """
+
     def __init__(self, settings: Settings) -> None:
         """Raises RegistryError if the file is missing or invalid, or if there is no secret for salts."""
         if not settings.cache_secret:
             # An empty salt is no salt: tenants would see one another's cached prefixes.
             raise RegistryError("HEADRACE_CACHE_SECRET is empty; set a secret, the same for all workers of a pool")
+        source = settings.tenants_source
+        if source == "file" and settings.tenants_file is None:
+            raise RegistryError("HEADRACE_TENANTS_SOURCE is file, and HEADRACE_TENANTS_FILE names none; set it")
+        self.refused = 0  # entries and files that were not valid
+        self.version = 0  # grows with every change
         self._secret = settings.cache_secret.encode()
-        self._file = settings.tenants_file
+        self._file = settings.tenants_file if source != "topic" else None
+        self._must_have = source == "topic"
         self._stamp: tuple[int, int] | None = None
         self._tenants: dict[str, Tenant] = {}
         self._salts: dict[str, str] = {}
-        if self._file is None:
-            self._tenants = {tenant.id: tenant for tenant in DEVELOPMENT}
-        else:
+        if self._file is not None:
             self.reload()
+
+    @property
+    def follows_topic(self) -> bool:
+        """Whether the registry is the topic's (or, as long as that is empty, the development one)."""
+        return self._file is None
+
+    def take(self, records: Iterable[tuple[bytes | None, bytes | None]]) -> None:
+        """The next records of the topic, key and value. One that is not valid leaves the entry as it was."""
+        for key, value in records:
+            name = (key or b"").decode("ascii", "replace")
+            try:
+                if value is None:
+                    if self._tenants.pop(name, None) is None:
+                        continue
+                    log.info("tenant removed tenant=%s", name)
+                else:
+                    tenant = read_entry(name, value)
+                    if self._tenants.get(name) == tenant:
+                        continue
+                    self._tenants[name] = tenant
+            except RegistryError as error:
+                self.refused += 1
+                former = "the former entry stays in force" if name in self._tenants else "its jobs are refused"
+                log.error("tenant entry refused, %s: %s", former, error)
+            else:
+                self.version += 1
+
+    def opened(self) -> None:
+        """The topic was read to its end. Empty, it means the development tenants; what comes later is added to them.
+
+        Raises RegistryError if the topic must be the source, and has no tenants: all jobs would be refused.
+        """
+        if self._file is not None or self._tenants:
+            return
+        if self._must_have:
+            raise RegistryError(f"{TENANTS} has no tenants; fill it: headrace tenants apply FILE")
+        log.warning("no registry is given, only the development tenants are known: headrace tenants apply FILE")
+        self._tenants = {tenant.id: tenant for tenant in DEVELOPMENT}
+        self.version += 1
 
     def get(self, tenant: str) -> Tenant | None:
         return self._tenants.get(tenant)
@@ -94,16 +144,18 @@ class Tenants:
         # An invalid file is complained about once, not at every look.
         self._stamp = stamp
         self._tenants = parse(text, str(self._file))
+        self.version += 1
         return True
 
     async def follow(self) -> None:
-        """Keeps up with the file until cancelled; a faulty one is logged and the former registry stays in force."""
-        while True:
+        """Keeps up with the file, if there is one, until cancelled. A faulty one changes nothing."""
+        while self._file is not None:
             await asyncio.sleep(FOLLOW_S)
             try:
                 if await asyncio.to_thread(self.reload):
                     log.info("tenants reloaded tenants=%d", len(self))
             except RegistryError as error:
+                self.refused += 1
                 log.error("tenants not reloaded, the former registry stays in force: %s", error)
 
 
@@ -127,14 +179,37 @@ def parse(text: str, source: str) -> dict[str, Tenant]:
         raise RegistryError(f"{source}: must have one key 'tenants' with a list of tenants")
     tenants: dict[str, Tenant] = {}
     for place, entry in enumerate(document["tenants"]):
-        try:
-            tenant = Tenant.model_validate(entry)
-        except ValidationError as error:
-            name = named(entry.get("id")) if isinstance(entry, dict) and "id" in entry else f"entry {place + 1}"
-            raise RegistryError(f"{source}: tenant {name}: {problem(error, '', _NAMES)}") from None
+        name = named(entry.get("id")) if isinstance(entry, dict) and "id" in entry else f"entry {place + 1}"
+        tenant = valid(entry, f"{source}: tenant {name}")
         if tenant.id in tenants:
             raise RegistryError(f"{source}: tenant {tenant.id} is there twice")
         tenants[tenant.id] = tenant
     if not tenants:
         raise RegistryError(f"{source}: has no tenants")
     return tenants
+
+
+def read_entry(name: str, value: bytes) -> Tenant:
+    """The entry that a record of the topic holds; `name` is its key. Raises RegistryError, in one line."""
+    where = f"{TENANTS}: tenant {named(name)}"
+    try:
+        document = orjson.loads(value)
+    except orjson.JSONDecodeError:
+        raise RegistryError(f"{where}: not JSON") from None
+    tenant = valid(document, where)
+    if tenant.id != name:
+        raise RegistryError(f"{where}: id must be the record's key")
+    return tenant
+
+
+def write_entry(tenant: Tenant) -> bytes:
+    """What `read_entry` reads: only what differs from the defaults, so that a new default reaches old entries."""
+    return orjson.dumps(tenant.model_dump(mode="json", exclude_defaults=True))
+
+
+def valid(entry: Any, where: str) -> Tenant:
+    """An entry as a tenant. Raises RegistryError, which begins with `where`."""
+    try:
+        return Tenant.model_validate(entry)
+    except ValidationError as error:
+        raise RegistryError(f"{where}: {problem(error, '', _NAMES)}") from None

@@ -7,8 +7,10 @@ The service never creates a topic on the side: `apply` is for operators (`headra
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +21,8 @@ from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
 
 from schemas import names
 from service.settings import Settings
+
+log = logging.getLogger(__name__)
 
 HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS
@@ -45,6 +49,7 @@ SHARED_PARTITIONS = 6
 
 COMMAND = "headrace topics apply"
 REMEDY = f"run: {COMMAND}"
+MISSING = "is missing"
 # How long a change may take from the controller to every broker: tens of milliseconds, more on a busy machine.
 SETTLE_S = 15.0
 
@@ -59,6 +64,7 @@ class Topic:
     # The count is binding: partition n of one topic belongs to partition n of the others (R1).
     exact: bool
     config: Mapping[str, str]
+    optional: bool = False  # a worker does without it until it is there
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,7 @@ class Finding:
     topic: str  # empty: it is about the broker
     problem: str
     remedy: str
+    warning: bool = False  # a worker starts all the same
 
     def __str__(self) -> str:
         return f"{self.topic}{': ' if self.topic else ''}{self.problem}; {self.remedy}"
@@ -77,7 +84,11 @@ class TopicsRefused(Exception):
     """The cluster's topics do not fit; the message names every problem and what mends it."""
 
     def __init__(self, findings: list[Finding]) -> None:
-        super().__init__(" | ".join(map(str, findings)))
+        missing = [finding for finding in findings if finding.problem == MISSING]
+        told = [str(finding) for finding in findings if len(missing) < 2 or finding not in missing]
+        if len(missing) > 1:
+            told.insert(0, f"{len(missing)} topics are missing ({', '.join(one.topic for one in missing)}); {REMEDY}")
+        super().__init__(" | ".join(told))
         self.findings = findings
 
 
@@ -142,7 +153,7 @@ def compare(wanted: tuple[Topic, ...], found: Mapping[str, Found]) -> list[Findi
     for topic in wanted:
         real = found.get(topic.name)
         if real is None:
-            findings.append(Finding(topic.name, "is missing", REMEDY))
+            findings.append(Finding(topic.name, MISSING, REMEDY, warning=topic.optional))
             continue
         if topic.exact and real.partitions != topic.partitions:
             findings.append(_wrong_count(topic, real))
@@ -152,24 +163,57 @@ def compare(wanted: tuple[Topic, ...], found: Mapping[str, Found]) -> list[Findi
     return findings
 
 
-async def check(settings: Settings) -> list[Finding]:
-    """Everything that must be mended before a worker may start; empty = good. Raises BrokerUnreachable."""
-    wanted = _plan(settings)
+def job_retention_s(pool: str, found: Mapping[str, Found]) -> float:
+    """The shortest time that a job's record is kept, wherever it lies in this pool; seconds. Pure."""
+    return min((_retention_s(found[name]) for name in _job_holders(pool) if name in found), default=math.inf)
+
+
+def doubts(pool: str, found: Mapping[str, Found]) -> list[Finding]:
+    """What is an operator's to tune and has been tuned too far. Pure."""
+    cancels = found.get(names.CANCEL)
+    longest = max((_retention_s(found[name]) for name in _job_holders(pool) if name in found), default=0.0)
+    if cancels is None or _retention_s(cancels) >= longest:
+        return []
+    return [
+        Finding(
+            names.CANCEL,
+            f"keeps cancels for {_retention_s(cancels) / 3600:g} hours and jobs are kept for {longest / 3600:g}: "
+            "a job that waits longer may run although it was cancelled",
+            "raise retention.ms there, or lower it on the pool's topics",
+            warning=True,
+        )
+    ]
+
+
+async def check(settings: Settings, more: Iterable[Topic] = ()) -> list[Finding]:
+    """Everything that is not as it must be; empty = good. `more`: beside the pool's. Raises BrokerUnreachable."""
+    return (await _judge(settings, more))[0]
+
+
+async def require(settings: Settings) -> float:
+    """A worker's start; returns how long jobs are kept at least, seconds. Raises TopicsRefused, BrokerUnreachable."""
+    findings, found = await _judge(settings)
+    if refused := [finding for finding in findings if not finding.warning]:
+        raise TopicsRefused(refused)
+    for finding in findings:
+        log.warning("%s", finding)
+    return job_retention_s(settings.pool, found)
+
+
+async def _judge(settings: Settings, more: Iterable[Topic] = ()) -> tuple[list[Finding], Mapping[str, Found]]:
+    wanted = (*_plan(settings), *more)
     async with _admin(settings) as admin:
-        findings = await _broker(admin)
-        return findings + compare(wanted, await _look(admin, wanted))
+        broker = await _broker(admin)
+        found = await _look(admin, wanted)
+    return broker + compare(wanted, found) + doubts(settings.pool, found), found
 
 
-async def require(settings: Settings) -> None:
-    """A worker's start. Raises TopicsRefused, BrokerUnreachable."""
-    findings = await check(settings)
-    if findings:
-        raise TopicsRefused(findings)
+async def apply(settings: Settings, more: Iterable[Topic] = ()) -> Applied:
+    """Creates what is missing, sets what differs except partition counts. `more`: beside the pool's.
 
-
-async def apply(settings: Settings) -> Applied:
-    """Creates what is missing, sets what differs except partition counts. Raises BrokerUnreachable, TopicsRefused."""
-    wanted = _plan(settings)
+    Raises BrokerUnreachable, TopicsRefused.
+    """
+    wanted = (*_plan(settings), *more)
     done = Applied()
     async with _admin(settings) as admin:
         done.findings += await _broker(admin)
@@ -189,11 +233,21 @@ async def apply(settings: Settings) -> Applied:
                 done.changed.append(topic.name)
         if done.created or done.changed:
             await _settle(admin, wanted)
+        done.findings += doubts(settings.pool, found)
     return done
 
 
 def _plan(settings: Settings) -> tuple[Topic, ...]:
     return plan(settings.pool, settings.partitions, settings.replication_factor)
+
+
+def _job_holders(pool: str) -> tuple[str, ...]:
+    return (*names.jobs_topics(pool), names.deferred_topic(pool), names.overflow_topic(pool))
+
+
+def _retention_s(topic: Found) -> float:
+    kept = int(topic.config.get("retention.ms") or -1)
+    return kept / 1000 if kept >= 0 else math.inf
 
 
 def _kept(retention_ms: int, *, short: bool = False) -> dict[str, str]:
@@ -234,15 +288,17 @@ def _differing(topic: Topic, real: Found) -> list[str]:
 async def _admin(settings: Settings) -> AsyncIterator[AIOKafkaAdminClient]:
     address = settings.kafka.bootstrap
     admin = AIOKafkaAdminClient(
-        bootstrap_servers=address, request_timeout_ms=settings.kafka.request_timeout_ms, client_id="headrace-topics"
+        **settings.kafka.connection(),
+        request_timeout_ms=settings.kafka.request_timeout_ms,
+        client_id="headrace-topics",
     )
     try:
         await admin.start()
         yield admin
     except (KafkaError, OSError, TimeoutError) as error:
         raise BrokerUnreachable(
-            f"Kafka at {address} does not answer ({type(error).__name__}); start it (headrace up) or set"
-            " HEADRACE_KAFKA__BOOTSTRAP"
+            f"Kafka at {address} does not answer ({type(error).__name__}){settings.kafka.security.hint}; "
+            "start it (headrace up) or set HEADRACE_KAFKA__BOOTSTRAP"
         ) from error
     finally:
         await admin.close()

@@ -189,21 +189,55 @@ async def _broker(scene: Scene, fault: str, number: signal.Signals) -> None:
     scene.say(f"broker back after {time.time() - since:.1f} s")
 
 
-async def store_away(scene: Scene) -> None:
-    """Half of the times it is gone, half of the times it only does not answer. No running job is interrupted by it."""
+async def freeze_broker(scene: Scene) -> None:
+    """Connections stay open, and nothing is answered: a commit or a batch that is on its way hangs."""
     seconds = scene.chance.uniform(*scene.away)
-    if scene.chance.random() < 0.5:
-        await scene.arena.end_part(OBJECTS, signal.SIGKILL)
-        scene.say(f"store killed, away for {seconds:.1f} s")
+    since = time.time()
+    scene.arena.signal_part(BROKER, signal.SIGSTOP)
+    scene.say(f"broker frozen for {seconds:.1f} s")
+    try:
         await asyncio.sleep(seconds)
-        await scene.arena.begin_part(OBJECTS)
-    else:
-        scene.arena.signal_part(OBJECTS, signal.SIGSTOP)
-        scene.say(f"store frozen for {seconds:.1f} s")
-        try:
-            await asyncio.sleep(seconds)
-        finally:
-            scene.arena.signal_part(OBJECTS, signal.SIGCONT)
+    finally:
+        scene.arena.signal_part(BROKER, signal.SIGCONT)
+    scene.hit("freeze-broker", since, time.time() + ECHO_S, None)
+
+
+async def store_away(scene: Scene) -> None:
+    """Half of the times it is gone, half of the times it only does not answer."""
+    await (kill_store if scene.chance.random() < 0.5 else freeze_store)(scene)
+
+
+async def kill_store(scene: Scene) -> None:
+    """No running job is interrupted by it, nor by the next two."""
+    seconds = scene.chance.uniform(*scene.away)
+    await scene.arena.end_part(OBJECTS, signal.SIGKILL)
+    scene.say(f"store killed, away for {seconds:.1f} s")
+    await asyncio.sleep(seconds)
+    await scene.arena.begin_part(OBJECTS)
+
+
+async def freeze_store(scene: Scene) -> None:
+    seconds = scene.chance.uniform(*scene.away)
+    scene.arena.signal_part(OBJECTS, signal.SIGSTOP)
+    scene.say(f"store frozen for {seconds:.1f} s")
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        scene.arena.signal_part(OBJECTS, signal.SIGCONT)
+
+
+async def fill_store(scene: Scene) -> None:
+    """Its disk is full: it answers, and takes nothing. The kernel lets none of its files grow."""
+    seconds = scene.chance.uniform(*scene.away)
+    process = scene.arena.part(OBJECTS)
+    assert process is not None
+    before = process.rlimit(psutil.RLIMIT_FSIZE)
+    process.rlimit(psutil.RLIMIT_FSIZE, (1, before[1]))
+    scene.say(f"store's disk full for {seconds:.1f} s")
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        process.rlimit(psutil.RLIMIT_FSIZE, before)
 
 
 async def lose_engine(scene: Scene) -> None:

@@ -19,9 +19,10 @@ import orjson
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError
 
-from client.reader import TERMINAL, Reader, Step
+from client.reader import Reader, Step
 from load.faults.jobs import Planned
 from load.group import STATES, Group
+from schemas.events import TERMINAL
 from schemas.names import REPLIES, jobs_topic, status_topic
 from service.job import Place
 

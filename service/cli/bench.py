@@ -125,6 +125,26 @@ def backlog(
     _told(console, measured, json)
 
 
+@bench.command("fairness")
+def fairness(
+    json: Annotated[bool, typer.Option("--json", help="End with one JSON object on the last line.")] = False,
+    engine: Annotated[EngineName, typer.Option(help="Whose engine the workers have.")] = EngineName.simulated,
+) -> None:
+    """Whether one tenant can hurt another: first tokens beside a flood, shares by weight, waits, the scheduler's cost.
+
+    Exit code 1 if a bound is broken; with the real engine on a small machine the figures are only shown.
+    """
+    from load.fairness import bench as kit
+    from load.fairness.table import show
+
+    console = Console(stderr=json, highlight=False)
+    result = _alone(console, lambda: kit.run(WorkerProcess, engine.value, _sayer(console), Quiet()))
+    show(console, result)
+    if json:
+        typer.echo(orjson.dumps(result.line()).decode())
+    raise typer.Exit(0 if result.good else 1)
+
+
 @bench.command("fuzz")
 def fuzz(
     json: Annotated[bool, typer.Option("--json", help="End with one JSON object on the last line.")] = False,

@@ -18,10 +18,12 @@ def register(app: typer.Typer) -> None:
 
 def cancel(
     job_id: Annotated[str | None, typer.Argument(help="The job's id.")] = None,
-    tenant: Annotated[str | None, typer.Option(help="The job's tenant.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="The job's tenant; acme, as in submit, for one job.")] = None,
     run: Annotated[int | None, typer.Option(min=0, help="Only this run; all runs published so far by default.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All jobs of the tenant instead of one.")] = False,
     reason: Annotated[str | None, typer.Option(help="Kept with the wish, for operators.")] = None,
+    sign: session.Sign = None,
+    kid: session.Kid = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     bootstrap: Annotated[str | None, typer.Option(help="Kafka address; the local stack's by default.")] = None,
 ) -> None:
@@ -31,8 +33,9 @@ def cancel(
     been generated, goes where the job asked: headrace tail JOB_ID.
     Exit codes: 0 the wish is written, 1 it is not, 2 wrong usage, 3 not reachable.
     """
-    if tenant is None:
-        raise typer.BadParameter("name the tenant whose job it is", param_hint="--tenant")
+    if everything and tenant is None:
+        raise typer.BadParameter("name the tenant whose jobs are meant", param_hint="--tenant")
+    tenant = tenant or session.TENANT
     if everything == (job_id is not None):
         raise typer.BadParameter("give the id of one job, or --all for all of the tenant", param_hint="JOB_ID")
     if everything and run is not None:
@@ -40,7 +43,7 @@ def cancel(
     found = session.settings(bootstrap)
 
     async def main() -> int:
-        async with Client(found.kafka.bootstrap, tenant=tenant) as client:
+        async with Client(found.kafka.bootstrap, **session.client_options(found, tenant, sign, kid)) as client:
             if job_id is None:
                 place = await client.cancel_all(reason=reason)
             else:

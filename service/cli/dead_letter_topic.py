@@ -36,6 +36,12 @@ class Survey:
                 self.notes[note.letter] = note
         return True
 
+    def keep_open(self, limit: int) -> None:
+        """Only letters without a note stay, the newest so many of them; all of those are counted."""
+        letters = [letter for letter in self.letters if letter.spot not in self.notes]
+        self.matched = len(letters)
+        self.letters = newest(letters, limit)
+
 
 async def survey(log: TopicLog, wanted: Filter, since_s: float, limit_s: float, limit: int | None) -> Survey:
     """Reads the topic once. `limit`: the newest so many letters are kept, all are counted."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -19,12 +20,15 @@ from rich.text import Text
 
 from client import Unreachable
 from consumers import lenient
+from schemas.errors import ErrorCode
 from schemas.names import DEAD_LETTERS
 from service.cli import session
 from service.cli.dead_letter_topic import SLACK_S, Survey, look_up, notes_on, survey
 from service.cli.topic_log import TopicLog
+from service.credentials import Sealer
 from service.dead_letters import Filter, Letter, Note, NotReplayable, Replay, Spot, as_json, replay, text_of
 from service.replay import Replayer
+from service.settings import Settings
 from service.topics import BrokerUnreachable
 
 # Replays on their way at a time: each holds its record, 1 MiB at most.
@@ -54,6 +58,7 @@ def list_(
     code: Code = None,
     topic: Topic = None,
     since: Since = "30d",
+    open_only: Annotated[bool, typer.Option("--open", help="Only letters that were not replayed.")] = False,
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="At most so many, the newest.")] = 100,
     timeout: Timeout = "60s",
     json: Json = False,
@@ -64,12 +69,14 @@ def list_(
     Exit codes: 0 done (also if there are none), 2 wrong usage, 3 not reachable.
     """
     found = session.settings(bootstrap)
-    wanted, since_s, limit_s = Filter(tenant, code, topic), session.seconds(since), session.seconds(timeout)
+    wanted, since_s, limit_s = _filter(tenant, code, topic), session.seconds(since), session.seconds(timeout)
 
     async def main() -> int:
         lenient.install()
-        async with TopicLog(found.kafka.bootstrap) as log:
-            seen = await survey(log, wanted, since_s, limit_s, limit)
+        async with TopicLog(found.kafka.bootstrap, found.kafka.security) as log:
+            seen = await survey(log, wanted, since_s, limit_s, None if open_only else limit)
+        if open_only:  # the note lies behind its letter, so all must have been read before the newest are chosen
+            seen.keep_open(limit)
         if json:
             _print_json(
                 {
@@ -83,7 +90,8 @@ def list_(
         if seen.letters:
             console.print(table(seen.letters, seen.notes, console.width))
         else:
-            console.print(f"no dead letter in the last {since}" if wanted.empty else "no dead letter matches")
+            every = wanted.empty and not open_only
+            console.print(f"no dead letter in the last {since}" if every else "no dead letter matches")
         if seen.matched > len(seen.letters):
             console.print(f"(the newest {len(seen.letters)} of {seen.matched}: --limit)")
         _say_if_cut(seen.whole, timeout)
@@ -107,12 +115,12 @@ def show(
 
     async def main() -> int:
         lenient.install()
-        async with TopicLog(found.kafka.bootstrap) as log:
+        async with TopicLog(found.kafka.bootstrap, found.kafka.security) as log:
             one = await look_up(log, spot)
             notes = await notes_on(log, [one]) if one is not None else {}
         if one is None:
-            typer.echo(f"headrace: there is no dead letter at {spot} (any more): headrace dead-letters list", err=True)
-            return session.FAILED
+            message = f"there is no dead letter at {spot} (any more): headrace dead-letters list"
+            return session.told(message, session.FAILED)
         if json:
             _print_json(as_json(one, notes.get(spot), whole=True, content=value))
         else:
@@ -143,7 +151,7 @@ def replay_(
     Exit codes: 0 done, 1 a letter is missing or was refused, 2 wrong usage, 3 not reachable.
     """
     found = session.settings(bootstrap)
-    wanted, since_s, limit_s = Filter(tenant, code, topic), session.seconds(since), session.seconds(timeout)
+    wanted, since_s, limit_s = _filter(tenant, code, topic), session.seconds(since), session.seconds(timeout)
     spots = [_spot(text) for text in letters or ()]
     if spots and (every or not wanted.empty):
         raise typer.BadParameter("name letters, or choose them by filters, not both")
@@ -155,16 +163,15 @@ def replay_(
     async def main() -> int:
         lenient.install()
         done = Outcome(dry_run)
-        async with TopicLog(found.kafka.bootstrap) as log:
+        async with TopicLog(found.kafka.bootstrap, found.kafka.security) as log:
             if spots:
-                await _replay_named(log, found.kafka.bootstrap, spots, done, again=again)
+                await _replay_named(log, found, spots, done, again=again)
             else:
                 seen = await survey(log, wanted, since_s, limit_s, None)
                 if not seen.whole:
                     message = f"the dead letters could not be read whole in {timeout}, nothing was replayed: --timeout"
-                    typer.echo(f"headrace: {message}, or a shorter --since", err=True)
-                    return session.FAILED
-                await _replay_chosen(log, found.kafka.bootstrap, seen, done, since_s, again=again)
+                    return session.told(f"{message}, or a shorter --since", session.FAILED)
+                await _replay_chosen(log, found, seen, done, since_s, again=again)
         if json:
             _print_json(done.as_json())
         else:
@@ -225,7 +232,7 @@ class Outcome:
             console.print("no dead letter matches")
 
 
-async def _replay_named(log: TopicLog, bootstrap: str, spots: Sequence[Spot], done: Outcome, *, again: bool) -> None:
+async def _replay_named(log: TopicLog, found: Settings, spots: Sequence[Spot], done: Outcome, *, again: bool) -> None:
     letters = []
     for spot in dict.fromkeys(spots):
         letter = await look_up(log, spot)
@@ -242,11 +249,11 @@ async def _replay_named(log: TopicLog, bootstrap: str, spots: Sequence[Spot], do
             done.refused.append((letter.spot, why))
         else:
             fresh.append(letter)
-    await _publish(bootstrap, fresh, notes, done)
+    await _publish(found, fresh, notes, done)
 
 
 async def _replay_chosen(
-    log: TopicLog, bootstrap: str, seen: Survey, done: Outcome, since_s: float, *, again: bool
+    log: TopicLog, found: Settings, seen: Survey, done: Outcome, since_s: float, *, again: bool
 ) -> None:
     """Reads the topic a second time, for the contents, so that no more than a few letters are held at once."""
     chosen: set[Spot] = set()
@@ -266,20 +273,23 @@ async def _replay_chosen(
             chosen.discard(spot)
             batch.append(Letter.of(record))
             if len(batch) >= AT_ONCE:
-                await _publish(bootstrap, batch, seen.notes, done)
+                await _publish(found, batch, seen.notes, done)
                 batch = []
             if not chosen:
                 break
-        await _publish(bootstrap, batch, seen.notes, done)
+        await _publish(found, batch, seen.notes, done)
     done.missing += sorted(chosen, key=lambda spot: (spot.partition, spot.offset))  # retention took them meanwhile
 
 
-async def _publish(bootstrap: str, letters: Sequence[Letter], notes: Mapping[Spot, Note], done: Outcome) -> None:
+async def _publish(found: Settings, letters: Sequence[Letter], notes: Mapping[Spot, Note], done: Outcome) -> None:
     ready: list[tuple[Letter, Replay]] = []
+    sealer = _sealer(found)
     for letter in letters:
         note = notes.get(letter.spot)
         try:
-            ready.append((letter, replay(letter, note.run if note is not None else None)))
+            ready.append(
+                (letter, replay(letter, note.run if note is not None else None, sealer=sealer, now=time.time()))
+            )
         except NotReplayable as why:
             done.refused.append((letter.spot, str(why)))
     if done.dry_run:
@@ -288,7 +298,7 @@ async def _publish(bootstrap: str, letters: Sequence[Letter], notes: Mapping[Spo
     if not ready:
         return
     try:
-        async with Replayer(bootstrap) as replayer:
+        async with Replayer(found.kafka.bootstrap, found.kafka.security) as replayer:
             sent = await asyncio.gather(
                 *(replayer.send(record, letter.key) for letter, record in ready), return_exceptions=True
             )
@@ -303,6 +313,16 @@ async def _publish(bootstrap: str, letters: Sequence[Letter], notes: Mapping[Spo
             done.refused.append((letter.spot, f"may or may not have been replayed: {result}"))
         else:
             raise result
+
+
+def _sealer(found: Settings) -> Sealer | None:
+    """What vouches for replays; None where nobody needs to."""
+    if found.identity != "signed":
+        return None
+    try:
+        return Sealer(found.service_secret, found.service_secret_former)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 # Showing
@@ -347,6 +367,14 @@ def picture(letter: Letter, note: Note | None, *, content: bool) -> Table:
         made.add_row("header", Text(f"{name}: {value}"))
     made.add_row("value", f"{letter.size} bytes" + ("" if content else " (--value shows them)"))
     return made
+
+
+def _filter(tenant: str | None, code: str | None, topic: str | None) -> Filter:
+    """Raises typer.BadParameter for a code that there is not: it would match nothing, in silence."""
+    codes = [str(one) for one in ErrorCode]
+    if code is not None and code not in codes:
+        raise typer.BadParameter(f"{code!r} is none of {', '.join(codes)}", param_hint="--code")
+    return Filter(tenant, code, topic)
 
 
 def _spot(text: str) -> Spot:

@@ -23,7 +23,7 @@ from rich.table import Table
 from client import Client, ClientError, JobEnded, Result, StoreAccess, Submitted
 from infra import store
 from infra.errors import StackError
-from infra.stack import Stack
+from infra.stack import Addresses, Stack
 from schemas.names import REPLIES
 from service.cli import trace as traces
 from service.cli.process import WorkerProcess, WorkerStopped
@@ -67,6 +67,7 @@ class Outcome:
     blob: dict[str, Any] | None = None
     trace: dict[str, Any] | None = None
     cached: dict[str, int] = field(default_factory=dict)
+    viewer: str = ""  # address of the trace that was drawn
 
     def line(self) -> dict[str, Any]:
         firsts = self.first_token_ms
@@ -115,6 +116,9 @@ def demo(
         outcome = asyncio.run(_show(stack, console))
         code = 0 if outcome.good(traced=bool(stack.addresses.zipkin)) else 1
         _summary(console, outcome, stack)
+        if outcome.viewer:
+            stays = "" if keep or was_up else "  (stops with the stack now: run with --keep to open it)"
+            console.print(f"trace: {outcome.viewer}{stays}", soft_wrap=True)
         if json:
             typer.echo(orjson.dumps(outcome.line()).decode())
     except (StackError, TopicsRefused, BrokerUnreachable, WorkerStopped, ClientError) as problem:
@@ -134,13 +138,13 @@ async def _show(stack: Stack, console: Console) -> Outcome:
         with console.status("worker: loading the model into the engine (20 to 60 s) …"):
             await worker.ready(WORKER_START_S)
         console.print(f"[green]✓[/] worker ready: {MODEL} on vLLM, in the worker's own process")
-        starts = await topic_ends(addresses.bootstrap, REPLIES)
+        starts = await topic_ends(addresses.bootstrap, REPLIES, addresses.security)
         access = StoreAccess(addresses.store_endpoint, store.ACCESS_KEY, store.SECRET_KEY, bucket=store.BUCKET)
-        async with Client(addresses.bootstrap, model=MODEL, store=access) as client:
+        async with Client(addresses.bootstrap, model=MODEL, store=access, security=addresses.security) as client:
             jobs = await _streams(client, outcome, console, run)
             await _large(client, outcome, console, run, jobs)
             await _cache(client, outcome, console, run, jobs)
-        await _count(addresses.bootstrap, starts, jobs, outcome)
+        await _count(addresses, starts, jobs, outcome)
         if provider is not None:
             await asyncio.to_thread(provider.force_flush, 5000)
         await _trace(addresses.zipkin, jobs, outcome, console)
@@ -269,9 +273,9 @@ async def _cache(client: Client, outcome: Outcome, console: Console, run: str, j
         )
 
 
-async def _count(bootstrap: str, starts: dict[int, int], jobs: list[Submitted], outcome: Outcome) -> None:
+async def _count(at: Addresses, starts: dict[int, int], jobs: list[Submitted], outcome: Outcome) -> None:
     """Lost and duplicated, from the raw log: not what the client made of it."""
-    seen: Counter[str] = await terminals_since(bootstrap, REPLIES, starts)
+    seen: Counter[str] = await terminals_since(at.bootstrap, REPLIES, starts, at.security)
     outcome.lost = sum(1 for job in jobs if not seen[job.id])
     outcome.duplicated = sum(max(0, seen[job.id] - 1) for job in jobs)
 
@@ -289,7 +293,7 @@ async def _trace(zipkin: str, jobs: list[Submitted], outcome: Outcome, console: 
         return
     console.print(traces.draw(spans))
     outcome.trace = {"id": traced.trace_id, "spans": [span["name"] for span in spans]}
-    console.print(f"viewer: {zipkin}/zipkin/traces/{traced.trace_id}", soft_wrap=True)
+    outcome.viewer = f"{zipkin}/zipkin/traces/{traced.trace_id}"
 
 
 def _tracing(otlp: str) -> TracerProvider | None:

@@ -18,9 +18,9 @@ from rich.text import Text
 
 from client import Reader, Step
 from client.replies import parse
-from schemas.names import REPLIES, status_topic
+from schemas.names import status_topic
 from service.cli import session
-from service.cli.topic_log import Record, TopicLog
+from service.cli.topic_log import Record, TopicLog, refuses_another
 
 BAR = 40  # characters of the whole time
 STAGE_STYLE = {"kafka": "blue", "queue": "yellow", "admission": "yellow", "engine queue": "yellow", "prefill": "cyan"}
@@ -58,7 +58,7 @@ class Account:
     def take(self, event: Mapping[str, Any], record: Record) -> None:
         """Accounts for the next event. Events that lack what the contract promises are passed over."""
         try:
-            step = self.reader.feed(event)
+            step = Step.IGNORED if refuses_another(self.reader, event) else self.reader.feed(event)
         except (KeyError, TypeError):
             return
         kind = event["type"]
@@ -132,7 +132,7 @@ def register(app: typer.Typer) -> None:
 def job(
     id: Annotated[str, typer.Argument(help="The job's id.")],
     tenant: Annotated[str | None, typer.Option(help="Its tenant, if several have a job of this id.")] = None,
-    topic: Annotated[str, typer.Option(help="Reply topic.")] = REPLIES,
+    topic: Annotated[str | None, typer.Option(help="Reply topic; the tenant's default one by default.")] = None,
     since: Annotated[str, typer.Option(help="How far to look back: 15m, 2h, 1d.")] = "1d",
     timeout: Annotated[str, typer.Option(help="How long to look.")] = "30s",
     pool: Annotated[str | None, typer.Option(help="Pool whose status topic is read.")] = None,
@@ -144,25 +144,21 @@ def job(
     Exit codes: 0 completed or on its way, 1 failed, cancelled, expired or not found, 2 wrong usage, 3 not reachable.
     """
     found = session.settings(bootstrap, pool)
+    replies = topic or session.reply_topic(found, tenant)
     since_s, limit_s = session.seconds(since), session.seconds(timeout)
 
     async def main() -> int:
-        async with TopicLog(found.kafka.bootstrap) as log:
-            accounts, whole = await look_up(log, id, topic, status_topic(found.pool), since_s, limit_s)
+        async with TopicLog(found.kafka.bootstrap, found.kafka.security) as log:
+            accounts, whole = await look_up(log, id, replies, status_topic(found.pool), since_s, limit_s)
         if tenant is not None:
             accounts = {name: one for name, one in accounts.items() if name == tenant}
         if not accounts:
             scope = f"in the last {since}" if whole else f"in what {timeout} were enough to read (--timeout)"
-            message = f"no event of job {id} on {topic} {scope}: it is queued, unknown, or older (--since)"
-            if json:
-                _print_json({"id": id, "state": "queued or unknown", "whole": whole})
-            typer.echo(f"headrace: {message}", err=True)
-            return session.FAILED
+            message = f"no event of job {id} on {replies} {scope}: it is queued, unknown, or older (--since)"
+            return session.told(message, session.FAILED)
         if len(accounts) > 1:
-            typer.echo(
-                f"headrace: job {id} exists for tenants {', '.join(sorted(accounts))}: name one, --tenant", err=True
-            )
-            return session.USAGE
+            names = ", ".join(sorted(accounts))
+            return session.told(f"job {id} exists for tenants {names}: name one, --tenant", session.USAGE)
         (account,) = accounts.values()
         if json:
             _print_json(as_json(account, whole=whole))
@@ -201,9 +197,8 @@ async def look_up(
     terminals = [one["terminal"] for one in statuses if one.get("terminal")]
     if terminals and all(one["topic"] == topic for one in terminals):
         places = sorted({TopicPartition(one["topic"], one["partition"]) for one in terminals})
-    key = id.encode()
-    async for record in log.read(places, since_s=since_s, limit_s=max(0.0, until - time.monotonic())):
-        if record.key == key and record.value and (event := parse(record.value)) is not None:
+    for record in await log.job(id, places, since_s=since_s, limit_s=max(0.0, until - time.monotonic())):
+        if record.value and (event := parse(record.value)) is not None:
             accounts.setdefault(event["tenant"], Account(event["tenant"], id)).take(event, record)
     whole = whole and log.whole
     for account in accounts.values():
@@ -261,7 +256,7 @@ def show(account: Account, console: Console) -> None:
         if one.trace_id and one.trace_id not in (
             other.trace_id for other in list(account.attempts.values())[: number - 1]
         ):
-            facts.add_row("trace", Text(one.trace_id))
+            facts.add_row("trace", Text(session.viewer(one.trace_id) or one.trace_id))
     usage = end.get("usage") or status.get("usage")
     if usage:
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)

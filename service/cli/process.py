@@ -53,7 +53,8 @@ class WorkerProcess:
     async def ready(self, deadline_s: float) -> str:
         """Waits until the worker has joined its group; returns the address of its HTTP side. Raises WorkerStopped."""
         try:
-            self.url = await asyncio.wait_for(self._ready_line(), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                self.url = await self._ready_line()
         except TimeoutError:
             raise WorkerStopped(f"the worker was not ready after {deadline_s:g} s; see {self.log}") from None
         if not self.url:
@@ -76,7 +77,8 @@ class WorkerProcess:
         if process.returncode is None:
             process.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
             try:
-                await asyncio.wait_for(process.wait(), STOP_S)
+                async with asyncio.timeout(STOP_S):
+                    await process.wait()
             except TimeoutError:
                 process.kill()
                 await process.wait()

@@ -7,20 +7,25 @@ from collections import Counter
 import orjson
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
-TERMINAL = frozenset({"completed", "failed", "cancelled", "expired"})
+from schemas.events import TERMINAL
+from schemas.security import PLAINTEXT, KafkaSecurity
 
 
-async def topic_ends(bootstrap: str, topic: str) -> dict[int, int]:
+async def topic_ends(bootstrap: str, topic: str, security: KafkaSecurity = PLAINTEXT) -> dict[int, int]:
     """Partition → end offset, now."""
-    async with AIOKafkaConsumer(topic, bootstrap_servers=bootstrap, enable_auto_commit=False) as consumer:
+    connection = {"bootstrap_servers": bootstrap, **security.arguments()}
+    async with AIOKafkaConsumer(topic, **connection, enable_auto_commit=False) as consumer:
         ends = await consumer.end_offsets(list(consumer.assignment()))
     return {tp.partition: end for tp, end in ends.items()}
 
 
-async def terminals_since(bootstrap: str, topic: str, starts: dict[int, int]) -> Counter[str]:
+async def terminals_since(
+    bootstrap: str, topic: str, starts: dict[int, int], security: KafkaSecurity = PLAINTEXT
+) -> Counter[str]:
     """Terminal events per job id between `starts` and the topic's present end."""
     seen: Counter[str] = Counter()
-    async with AIOKafkaConsumer(bootstrap_servers=bootstrap, enable_auto_commit=False) as consumer:
+    connection = {"bootstrap_servers": bootstrap, **security.arguments()}
+    async with AIOKafkaConsumer(**connection, enable_auto_commit=False) as consumer:
         parts = [TopicPartition(topic, number) for number in starts]
         consumer.assign(parts)
         ends = await consumer.end_offsets(parts)

@@ -18,7 +18,7 @@ from schemas.fields import at
 from service import topics
 from service.audit import Account, Audit
 from service.cli import session
-from service.reconcile import FAILURES, Verdict
+from service.verdicts import FAILURES, Verdict
 
 SAYS = {
     Verdict.OK: "answered once, where their status records say",

@@ -10,22 +10,36 @@ import logging
 import os
 import sys
 from collections.abc import Coroutine
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
 
-from client import ClientError, InvalidJob, StoreAccess, UnknownTopic, Unreachable
+from client import ClientError, InvalidJob, Signer, StoreAccess, UnknownTopic, Unreachable
+from schemas.names import REPLIES, reply_topic_of
+from service.cli import errors
 from service.settings import Settings
 
+Options = dict[str, Any]
+# Options of the commands that publish.
+Sign = Annotated[
+    Path | None,
+    typer.Option("--sign", envvar="HEADRACE_SIGN_KEY", help="The tenant's private key; signs what is published."),
+]
+Kid = Annotated[
+    str | None,
+    typer.Option(envvar="HEADRACE_SIGN_KID", help="The key's name in the registry; its thumbprint by default."),
+]
+FAILED, USAGE, UNREACHABLE, INTERRUPTED = errors.FAILED, errors.USAGE, errors.UNREACHABLE, errors.INTERRUPTED
+TENANT = "acme"  # of one job when nobody names one
 BOOTSTRAP = "HEADRACE_KAFKA__BOOTSTRAP"
-FAILED, USAGE, UNREACHABLE, INTERRUPTED = 1, 2, 3, 130
 
 
 def settings(bootstrap: str | None = None, pool: str | None = None) -> Settings:
     """Settings of the environment; what it leaves out comes from the local stack, unless another broker is named."""
     broker = bootstrap or os.environ.get(BOOTSTRAP)
-    local = _local_stack()
+    local = local_stack()
     if broker is None or broker == local.get(BOOTSTRAP):
         for name, value in local.items():
             os.environ.setdefault(name, value)
@@ -40,7 +54,7 @@ def settings(bootstrap: str | None = None, pool: str | None = None) -> Settings:
     return found
 
 
-def _local_stack() -> dict[str, str]:
+def local_stack() -> dict[str, str]:
     """The HEADRACE_… variables of the stack that `headrace up` left running; none if it is down."""
     from infra.errors import StackError
     from infra.stack import Stack
@@ -49,6 +63,43 @@ def _local_stack() -> dict[str, str]:
         return Stack().environment()
     except StackError:
         return {}
+
+
+def viewer(trace_id: str) -> str:
+    """Where a trace can be looked at; empty without a local trace viewer."""
+    from infra.errors import StackError
+    from infra.stack import Stack
+
+    try:
+        zipkin = Stack().addresses.zipkin
+    except StackError:
+        return ""
+    return f"{zipkin}/zipkin/traces/{trace_id}" if zipkin else ""
+
+
+def client_options(found: Settings, tenant: str | None, sign: Path | None = None, kid: str | None = None) -> Options:
+    """How `Client` must be made for this service: connection security, and what its identity mode asks for.
+
+    Raises typer.BadParameter for a key file that cannot be used, or a key without its tenant.
+    """
+    options: Options = {"security": found.kafka.security}
+    try:
+        if sign is not None:
+            options["signer"] = Signer.from_file(sign, kid)
+    except ClientError as error:
+        raise typer.BadParameter(str(error), param_hint="--sign") from None
+    if found.identity == "topic":
+        options["own_topics"] = True
+    if tenant is not None:
+        options["tenant"] = tenant
+    elif len(options) > 1:
+        raise typer.BadParameter("name the tenant: signed jobs and own topics are one tenant's", param_hint="--tenant")
+    return options
+
+
+def reply_topic(found: Settings, tenant: str | None) -> str:
+    """Where a tenant's events go by default."""
+    return REPLIES if found.identity == "trusted" or tenant is None else reply_topic_of(tenant)
 
 
 def store_access(found: Settings) -> StoreAccess:
@@ -79,8 +130,7 @@ def run(main: Coroutine[Any, Any, int], left: str = "") -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except ClientError as error:
-        typer.echo(f"headrace: {error}{hint(error)}", err=True)
-        code = exit_code(error)
+        code = errors.told(f"{error}{hint(error)}", exit_code(error))
     raise typer.Exit(code)
 
 
@@ -95,7 +145,12 @@ def exit_code(error: ClientError) -> int:
 
 
 def hint(error: ClientError) -> str:
-    return " (the local stack: headrace up; another broker: --bootstrap)" if isinstance(error, Unreachable) else ""
+    return " (another broker: --bootstrap)" if isinstance(error, Unreachable) else ""
+
+
+def told(message: str, code: int) -> int:
+    """Says what went wrong, to programs too; returns the exit code."""
+    return errors.told(message, code)
 
 
 def seconds(text: str) -> float:
@@ -109,3 +164,19 @@ def seconds(text: str) -> float:
     if not 0 <= value <= 3.2e9:
         raise typer.BadParameter(f"{text!r} is no span of time: write 90s, 15m, 2h or 1d")
     return value
+
+
+def answerable(*, yes: bool, dry_run: bool, json: bool) -> None:
+    """A program cannot be asked whether a change is right. Raises typer.BadParameter."""
+    if json and not (yes or dry_run):
+        raise typer.BadParameter("asks nothing: give --yes or --dry-run with it", param_hint="--json")
+
+
+def agreed() -> bool:
+    """Asks whether what was shown is to be applied. Raises typer.BadParameter if there is no terminal."""
+    if not sys.stdin.isatty():
+        raise typer.BadParameter("there is nobody to ask: give --yes to apply, or --dry-run to look")
+    answer = typer.confirm("apply?", default=False)
+    if not answer:
+        typer.echo("nothing was changed", err=True)
+    return answer

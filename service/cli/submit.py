@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Mapping
+from json import JSONDecoder
 from pathlib import Path
 from typing import Annotated, Any
 
 import orjson
 import typer
 
-from client import BlobRef, Chunk, Client, ClientError, JobEnded, JobFailed, Result, ResultOnly, Submitted
+from client import BlobRef, Chunk, Client, ClientError, JobEnded, JobFailed, Result, ResultOnly, Started, Submitted
 from client.record import new_id
-from schemas.names import CHAT, COMPLETIONS, EMBEDDINGS, REPLIES, TIERS
+from schemas.names import CHAT, COMPLETIONS, EMBEDDINGS, TIERS
 from service.cli import session
 
 ENDPOINTS = {"chat": CHAT, "completions": COMPLETIONS, "embeddings": EMBEDDINGS}
@@ -31,11 +33,13 @@ def register(app: typer.Typer) -> None:
 
 
 def submit(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing reads standard input.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="Prompt text, JSON body or JSON job; - or nothing reads standard input.")
+    ] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Prompt text, JSON body or JSON job.")] = None,
     tenant: Annotated[str | None, typer.Option(help="Tenant; acme if neither the job nor this names one.")] = None,
     model: Annotated[str | None, typer.Option(help="Model; the worker's served name by default.")] = None,
-    tier: Annotated[str, typer.Option(help="interactive, standard or bulk.")] = "standard",
+    tier: Annotated[str | None, typer.Option(help="interactive, standard or bulk; the tenant's by default.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Output tokens at most.")] = None,
     endpoint: Annotated[str | None, typer.Option(help="chat, completions, embeddings, or a /v1/… path.")] = None,
     id: Annotated[str | None, typer.Option(help="Job id; the same one twice does not run twice.")] = None,
@@ -43,7 +47,9 @@ def submit(
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the answer only when it is whole.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
     timeout: Annotated[str, typer.Option(help="Give up waiting after this long; the job goes on.")] = "10m",
-    pool: Annotated[str | None, typer.Option(help="Pool of the model.")] = None,
+    pool: Annotated[str | None, typer.Option(help="The model's by default, as `headrace models` has it.")] = None,
+    sign: session.Sign = None,
+    kid: session.Kid = None,
     bootstrap: Annotated[str | None, typer.Option(help="Kafka address; the local stack's by default.")] = None,
 ) -> None:
     """Publishes a job and streams its answer.
@@ -51,13 +57,14 @@ def submit(
     The job is a prompt text, an OpenAI request body (JSON), or a whole job (JSON with "body" or "input").
     Exit codes: 0 done, 1 the job failed, 2 wrong usage, 3 not reachable.
     """
-    if tier not in TIERS:
+    if tier is not None and tier not in TIERS:
         raise typer.BadParameter(f"must be one of {', '.join(TIERS)}", param_hint="--tier")
+    asked_pool = pool or os.environ.get("HEADRACE_POOL") or None
     found = session.settings(bootstrap, pool)
     if file is not None and prompt is not None:
         raise typer.BadParameter("give the prompt or a file, not both", param_hint="--file")
     text = prompt if prompt not in (None, "-") else _read(file)
-    job = read_job(text, endpoint=endpoint, literal=prompt not in (None, "-"))
+    job = read_job(text, endpoint=endpoint)
     body = job.get("body")
     if body is not None:
         body.setdefault("model", model or found.engine.served_name)
@@ -68,21 +75,24 @@ def submit(
     job["id"] = id or job.get("id") or new_id()
     if run is not None:
         job["run"] = run
-    job["tenant"] = tenant or job.get("tenant") or "acme"
+    job["tenant"] = tenant or job.get("tenant") or session.TENANT
     reply = job.pop("reply", {})
     stream = not no_stream and reply.get("stream", True)
 
     async def main() -> int:
         async with Client(
             found.kafka.bootstrap,
-            pool=found.pool,
+            pool=asked_pool,
             tier=tier,
-            reply_topic=reply.get("topic") or REPLIES,
+            reply_topic=reply.get("topic") or session.reply_topic(found, job["tenant"]),
+            **session.client_options(found, job["tenant"], sign, kid),
             store=session.store_access(found),
             connect_timeout_s=5.0,
         ) as client:
             began = time.monotonic()
             submitted = await client.publish(**job, stream=stream)
+            if not json:  # at once, so that it can be cancelled from elsewhere
+                typer.echo(f"[job {submitted.id} of {submitted.tenant}]", err=True)
             return await _show(submitted, began, session.seconds(timeout), as_json=json)
 
     session.run(main(), left=f"left; job {job['id']} goes on: headrace job {job['id']}")
@@ -99,23 +109,15 @@ def _read(file: Path | None) -> str:
         raise typer.BadParameter(f"cannot read the job: {error}", param_hint="--file") from None
 
 
-def read_job(text: str, *, endpoint: str | None, literal: bool) -> dict[str, Any]:
-    """The fields of `Client.publish` for a prompt, a JSON body or a JSON job. Raises typer.BadParameter.
-
-    `literal`: typed as an argument, so never JSON.
-    """
+def read_job(text: str, *, endpoint: str | None) -> dict[str, Any]:
+    """The fields of `Client.publish` for a prompt, a JSON body or a JSON job. Raises typer.BadParameter."""
     given = ENDPOINTS.get(endpoint or "", endpoint)
-    content: Any = None
-    if not literal and text.lstrip().startswith("{"):
-        try:
-            content = orjson.loads(text)
-        except orjson.JSONDecodeError as error:
-            raise typer.BadParameter(f"looks like JSON, but is not: {error}") from None
-    if content is None:
+    if not text.lstrip().startswith("{"):
         if not text.strip():
             raise typer.BadParameter("the prompt is empty")
         path = given or CHAT
-        return {"endpoint": path, "body": prompt_body(path, text if literal else text.rstrip("\n"))}
+        return {"endpoint": path, "body": prompt_body(path, text.rstrip("\n"))}
+    content = _object(text)
     if not {"body", "input", "schema_version"} & content.keys():
         return {"endpoint": given or _endpoint_of(content), "body": content}
     unknown = content.keys() - {"schema_version", "id", "tenant", "endpoint", "body", "reply", *JOB_FIELDS}
@@ -131,6 +133,27 @@ def read_job(text: str, *, endpoint: str | None, literal: bool) -> dict[str, Any
         except ClientError as error:
             raise typer.BadParameter(f"input: {error}") from None
     return job
+
+
+def _object(text: str) -> dict[str, Any]:
+    """The one JSON object that `text` is."""
+    try:
+        return dict(orjson.loads(text))
+    except orjson.JSONDecodeError as error:
+        if _several(text):
+            raise typer.BadParameter('one job a file; for many see docs/client.md "Many jobs"') from None
+        raise typer.BadParameter(
+            f"looks like JSON, but is not: {error}; a prompt that begins with {{ goes through -f with a body"
+        ) from None
+
+
+def _several(text: str) -> bool:
+    """Whether `text` begins with a whole JSON document and goes on with another."""
+    try:
+        _, end = JSONDecoder().raw_decode(text.lstrip())
+    except ValueError:
+        return False
+    return text.lstrip()[end:].lstrip().startswith("{")
 
 
 def prompt_body(endpoint: str, text: str) -> dict[str, Any]:
@@ -154,6 +177,7 @@ async def _show(job: Submitted, began: float, timeout_s: float, *, as_json: bool
     """Prints the answer while it comes; returns the exit code."""
     first_token_s: float | None = None
     shown = ""
+    trace_id = job.trace_id
     silence = asyncio.get_running_loop().call_later(SILENCE_S, typer.echo, NO_EVENT, None, True, True)
     try:
         async for item in job.events(timeout_s):
@@ -169,12 +193,14 @@ async def _show(job: Submitted, began: float, timeout_s: float, *, as_json: bool
                 shown += item.text
                 sys.stdout.write(item.text)
                 sys.stdout.flush()
+            elif isinstance(item, Started):
+                trace_id = item.trace_id or trace_id
             elif isinstance(item, ResultOnly) and not as_json:
                 typer.echo(f"\n[{item.reason}: the rest follows with the result]", err=True)
         result = await job.result(max(0.0, timeout_s - (time.monotonic() - began)))
     except JobEnded as ended:
         if as_json:
-            _print_json({**ended.event, "trace_id": job.trace_id})
+            _print_json({**ended.event, "trace_id": trace_id})
         else:
             typer.echo(f"{newline(shown)}headrace: {ended}", err=True)
             if isinstance(ended, JobFailed) and ended.retriable:
@@ -184,7 +210,7 @@ async def _show(job: Submitted, began: float, timeout_s: float, *, as_json: bool
         silence.cancel()
     if as_json:
         first_ms = None if first_token_s is None else round(first_token_s * 1e3, 1)
-        event = {**result.event, "response": result.response, "first_token_ms": first_ms, "trace_id": job.trace_id}
+        event = {**result.event, "response": result.response, "first_token_ms": first_ms, "trace_id": trace_id}
         _print_json(event)
     else:
         _print_rest(result, shown)
@@ -226,7 +252,8 @@ def _print_rest(result: Result, shown: str) -> None:
 def summary(result: Result, wall_s: float, first_token_s: float | None) -> str:
     """One line about the job, for people."""
     usage = result.usage
-    parts = [f"{usage.prompt_tokens} + {usage.completion_tokens} tokens"]
+    again = ["of an earlier record of this job, not run again"] if result.event.get("duplicate") else []
+    parts = [*again, f"{usage.prompt_tokens} + {usage.completion_tokens} tokens"]
     if usage.cached_tokens:
         parts.append(f"{usage.cached_tokens} cached")
     if first_token_s is not None:

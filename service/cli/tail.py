@@ -15,9 +15,8 @@ from rich.text import Text
 from client import Reader, Step
 from client.replies import parse
 from client.result import choice_text
-from schemas.names import REPLIES
 from service.cli import session
-from service.cli.topic_log import TopicLog
+from service.cli.topic_log import Record, TopicLog, refuses_another
 
 STYLE = {
     "waiting": "yellow",
@@ -37,7 +36,7 @@ def register(app: typer.Typer) -> None:
 
 def tail(
     job: Annotated[str | None, typer.Argument(help="Only this job's events; ends with the job.")] = None,
-    topic: Annotated[str, typer.Option(help="Reply topic.")] = REPLIES,
+    topic: Annotated[str | None, typer.Option(help="Reply topic; the tenant's default one by default.")] = None,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant's events.")] = None,
     since: Annotated[str | None, typer.Option(help="Also older events: 90s, 15m, 2h, 1d. For a job 1d.")] = None,
     follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Go on when the end is reached.")] = True,
@@ -49,29 +48,52 @@ def tail(
     Exit codes: 0 done, 1 the job failed or (without --follow) has not ended, 2 wrong usage, 3 not reachable.
     """
     found = session.settings(bootstrap)
-    since_s = session.seconds(since) if since else (86_400.0 if job else None)
+    replies = topic or session.reply_topic(found, tenant)
+    since_s = session.seconds(since or "1d") if job is not None or since else None
 
     async def main() -> int:
         console = Console(highlight=False, soft_wrap=True)
         readers: dict[tuple[str, str], Reader] = {}
-        async with TopicLog(found.kafka.bootstrap) as log:
-            async for record in log.read(await log.partitions(topic), since_s=since_s, follow=follow):
-                if record.value is None or (job is not None and record.key != job.encode()):
-                    continue
-                event = parse(record.value)
-                if event is None or (tenant is not None and event["tenant"] != tenant):
-                    continue
-                step = _judge(readers, event)
-                if json:
-                    place = {"topic": record.topic, "partition": record.partition, "offset": record.offset}
-                    sys.stdout.write(orjson.dumps({**event, "place": place, "step": step.value}).decode() + "\n")
-                    sys.stdout.flush()
-                else:
-                    console.print(line(event, record.timestamp, step))
-                if job is not None and follow and step is Step.END:
-                    return 0 if event["type"] == "completed" else session.FAILED
-        ended = job is None or any(reader.ended for reader in readers.values())
-        return 0 if ended else session.FAILED
+
+        def show(record: Record) -> None:
+            if record.value is None or (job is not None and record.key != job.encode()):
+                return
+            event = parse(record.value)
+            if event is None or (tenant is not None and event["tenant"] != tenant):
+                return
+            step = _judge(readers, event)
+            if json:
+                place = {"topic": record.topic, "partition": record.partition, "offset": record.offset}
+                sys.stdout.write(orjson.dumps({**event, "place": place, "step": step.value}).decode() + "\n")
+                sys.stdout.flush()
+            else:
+                console.print(line(event, record.timestamp, step))
+
+        def code() -> int | None:
+            """Of the job that is asked for, once it has ended."""
+            ends = [reader.ended for reader in readers.values()]
+            if job is None or not ends or None in ends:
+                return None
+            return 0 if all(end is not None and end["type"] == "completed" for end in ends) else session.FAILED
+
+        async with TopicLog(found.kafka.bootstrap, found.kafka.security) as log:
+            places = await log.partitions(replies)
+            if job is None:
+                async for record in log.read(places, since_s=since_s, follow=follow):
+                    show(record)
+                return 0
+            # What is there already comes in the order of its times, whichever partition answers first.
+            for record in await log.job(job, places, since_s=since_s or 0.0):
+                show(record)
+            if not follow:
+                return session.FAILED if (found_code := code()) is None else found_code
+            starts = dict(log.reached)
+            if (found_code := code()) is None:
+                async for record in log.read(places, since_s=None, starts=starts, follow=True):
+                    show(record)
+                    if (found_code := code()) is not None:
+                        break
+            return found_code or 0
 
     session.run(main())
 
@@ -85,6 +107,8 @@ def _judge(readers: dict[tuple[str, str], Reader], event: Mapping[str, Any]) -> 
             for old in [known for known, one in readers.items() if one.ended] or list(readers):
                 del readers[old]
         reader = readers[key] = Reader()
+    if refuses_another(reader, event):
+        return Step.IGNORED
     try:
         return reader.feed(event)
     except (KeyError, TypeError):

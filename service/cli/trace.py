@@ -114,19 +114,23 @@ class Waterfall:
         end = max(_start(span) + _duration(span) for _, span in self._lines)
         labels = [f"{'  ' * depth}{span.get('name', '?')}" for depth, span in self._lines]
         notes = [_note(span) for _, span in self._lines]
-        taken = min(NAMES_MAX_CHARS, max(map(len, labels))) + 12 + max(map(len, notes))
-        width = max(BAR_MIN_CHARS, options.max_width - taken)
+        times = [duration(span) for _, span in self._lines]
+        # The bar gives way first, then the notes, then the names; a duration is never cut.
+        room = max(1, options.max_width - max(map(len, times)) - 3)  # a blank between two columns
+        name_chars = max(1, min(NAMES_MAX_CHARS, max(map(len, labels)), room - BAR_MIN_CHARS))
+        note_chars = max(0, min(max(map(len, notes)), room - name_chars - BAR_MIN_CHARS))
+        width = max(1, room - name_chars - note_chars)
         grid = Table.grid(padding=(0, 1))
-        grid.add_column(max_width=NAMES_MAX_CHARS, no_wrap=True, overflow="ellipsis")
+        grid.add_column(width=name_chars, no_wrap=True, overflow="ellipsis")
         grid.add_column(width=width, no_wrap=True)
-        grid.add_column(justify="right", no_wrap=True)
-        grid.add_column(no_wrap=True, style="dim", overflow="ellipsis")
-        for (_, span), label, note in zip(self._lines, labels, notes, strict=True):
+        grid.add_column(min_width=max(map(len, times)), justify="right", no_wrap=True)
+        if note_chars:
+            grid.add_column(max_width=note_chars, no_wrap=True, style="dim", overflow="ellipsis")
+        for (_, span), label, time_told, note in zip(self._lines, labels, times, notes, strict=True):
             failed = "error" in span.get("tags", {}) or "error.type" in span.get("tags", {})
             style = Style.parse("red" if failed else KIND_STYLE.get(str(span.get("kind")), "green"))
-            grid.add_row(
-                Text(label, style=style), Text(bar(span, begin, end, width), style=style), duration(span), note
-            )
+            row = (Text(label, style=style), Text(bar(span, begin, end, width), style=style), time_told, note)
+            grid.add_row(*row[: len(grid.columns)])
         yield grid
 
 

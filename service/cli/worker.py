@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
+import re
 import sys
 from typing import Annotated
 
@@ -13,6 +15,7 @@ import typer
 from pydantic import ValidationError
 
 from service.settings import Settings
+from service.stray_settings import strays
 
 
 def register(app: typer.Typer) -> None:
@@ -68,8 +71,8 @@ def serve(settings: Settings, *, announce_json: bool) -> int:
     import uvloop
     from aiokafka.errors import KafkaError
 
-    from consumers.cancels import CancelsUnread
-    from service.app import EngineGone, Worker
+    from consumers.follower import TopicUnread
+    from service.app import EngineGone, Superseded, Worker
     from service.delivery.link import DeliveryDown
     from service.delivery.lock import NameTaken
     from service.engine.protocol import StartFailure
@@ -78,22 +81,59 @@ def serve(settings: Settings, *, announce_json: bool) -> int:
     from service.topics import BrokerUnreachable, TopicsRefused
 
     logs.configure(settings)
+    for line in strays(os.environ):
+        logging.getLogger("service.settings").warning("%s", line)
 
     def ready(worker: Worker) -> None:
         line = {"event": "ready", "worker": settings.worker, "pool": settings.pool, "http": worker.health.url}
         if announce_json:
             sys.stdout.buffer.write(orjson.dumps(line) + b"\n")
             sys.stdout.flush()
+        elif sys.stderr.isatty():
+            served = settings.engine.served_name
+            typer.echo(
+                f"ready: pool {settings.pool}, model {served} ({settings.engine.kind}), {worker.health.url}\n"
+                f'next, in another terminal: headrace submit "Name three rivers." --model {served}'
+                "   (Ctrl-C drains and stops)",
+                err=True,
+            )
 
     async def main() -> None:
         await Worker(settings).run(ready)
 
     try:
         uvloop.run(main())
-    except (BrokerUnreachable, CancelsUnread, KafkaError, DeliveryDown) as problem:
+    except (BrokerUnreachable, TopicUnread, KafkaError, DeliveryDown) as problem:
         typer.echo(f"headrace worker: {problem}", err=True)
         return 3
-    except (StartFailure, TopicsRefused, RegistryError, NameTaken, EngineGone, OSError, ValueError) as problem:
+    except TopicsRefused as problem:
+        other = f" --pool {settings.pool}" if settings.pool != Settings.model_fields["pool"].default else ""
+        typer.echo(f"headrace worker: {problem}{other}", err=True)
+        return 1
+    except (
+        StartFailure,
+        RegistryError,
+        NameTaken,
+        EngineGone,
+        Superseded,
+        OSError,
+        ValueError,
+    ) as problem:
         typer.echo(f"headrace worker: {problem}", err=True)
         return 1
+    finally:
+        _forget_lock(settings)
     return 0
+
+
+def _forget_lock(settings: Settings) -> None:
+    """A name that nobody gave holds this process's id and is never taken again: its lock would lie there for ever.
+
+    A lock that is still held, by a delivery process that lives on, stays.
+    """
+    if "worker" in settings.model_fields_set:
+        return
+    path = settings.state_dir / f"{re.sub(r'[^A-Za-z0-9._-]', '_', settings.worker)}.lock"
+    with contextlib.suppress(OSError), path.open("rb") as lock:  # BlockingIOError is an OSError
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()

@@ -6,7 +6,7 @@ jobs topic ──far ahead──▶ deferred topic ──▶ timetable (due, off
 from __future__ import annotations
 
 from service.deferred.deferral import Deferral
-from service.deferred.relay import Relay
+from service.deferred.relay import Relay, carry
 from service.deferred.transfer import Transfer
 
-__all__ = ["Deferral", "Relay", "Transfer"]
+__all__ = ["Deferral", "Relay", "Transfer", "carry"]

@@ -21,7 +21,7 @@ from aiokafka.structs import ConsumerRecord
 
 from schemas.names import deferred_topic, overflow_topic
 from service.cancels import Wish
-from service.deferred.relay import Relay, Unwanted
+from service.deferred.relay import Relay, carry
 from service.deferred.timetable import Timetable, job_print, tenant_print
 from service.deferred.transfer import Mark, Transfer, first_time
 from service.frames import Head
@@ -38,7 +38,6 @@ LEAD_S = 0.5
 TICK_S = 0.25
 # Records of one partition on their way at a time: each may have 1 MiB.
 READING = 64
-RETRY_FIRST_S, RETRY_MOST_S = 0.5, 30.0  # doubling
 # A due record that could not be read is looked for again so much later, seconds.
 AGAIN_S = 2.0
 
@@ -160,28 +159,14 @@ class Deferral:
     # moving
 
     async def _move(self, transfer: Transfer, record: Record, ticket: Ticket, due: float) -> None:
-        delay = RETRY_FIRST_S
-        while (left := due - NEAR_S - time.time()) > 0 and self._book.owns(ticket):
-            try:
-                await self._relay.publish(transfer)
-            except Unwanted as problem:
-                log.error("cannot be deferred, waits where it is place=%s cause=%s", ticket.place, problem)
-                await asyncio.sleep(left)
-                break
-            except asyncio.CancelledError as problem:
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
-                    raise
-                # The client library cancels its own futures when a connection goes away.
-                log.warning("not deferred yet, tried again place=%s: %r", ticket.place, problem)
-            except Exception as problem:
-                log.warning("not deferred yet, tried again place=%s: %r", ticket.place, problem)
-            else:
-                if self._book.complete(ticket):
-                    self._moved()
-                return
-            await asyncio.sleep(min(delay, max(0.0, left)))
-            delay = min(delay * 2, RETRY_MOST_S)
+        def left() -> float:
+            return due - NEAR_S - time.time() if self._book.owns(ticket) else 0.0
+
+        if await carry(self._relay, transfer, left):
+            if self._book.complete(ticket):
+                self._moved()
+            return
+        await asyncio.sleep(max(0.0, left()))
         if self._book.owns(ticket):
             self._admit(record, ticket)
 

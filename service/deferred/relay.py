@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from typing import Protocol
 
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import (
@@ -17,6 +19,7 @@ from aiokafka.errors import (
     TopicAuthorizationFailedError,
 )
 
+from service.bounded_stop import stop_within
 from service.deferred.transfer import Transfer
 from service.settings import Settings
 from service.topics import COPY_BYTES, MAX_JOB_BYTES
@@ -25,12 +28,18 @@ log = logging.getLogger(__name__)
 
 SEND_S = 20.0  # one record, the client's own retries included
 STOP_S = 2.0
+RETRY_FIRST_S, RETRY_MOST_S = 0.5, 30.0  # doubling
 LINGER_MS = 5  # transfers come in crowds: a batch of jobs for the night
 NEVER = (InvalidTopicError, MessageSizeTooLargeError, RecordListTooLargeError, TopicAuthorizationFailedError)
 
 
 class Unwanted(Exception):
     """The topic will not take this record however often it is sent."""
+
+
+class Publisher(Protocol):
+    async def publish(self, transfer: Transfer) -> None:
+        """Returns once it is acknowledged. Raises Unwanted; anything else: it may have been written."""
 
 
 class Relay:
@@ -41,7 +50,7 @@ class Relay:
     async def start(self) -> None:
         """Raises KafkaError if no broker answers."""
         producer = AIOKafkaProducer(
-            bootstrap_servers=self._settings.kafka.bootstrap,
+            **self._settings.kafka.connection(),
             client_id=f"{self._settings.worker}-relay",
             acks="all",
             compression_type="lz4",
@@ -53,7 +62,7 @@ class Relay:
             async with asyncio.timeout(SEND_S):
                 await producer.start()
         except BaseException:
-            await _stop(producer)
+            await stop_within(STOP_S, producer.stop())
             raise
         self._producer = producer
 
@@ -61,7 +70,7 @@ class Relay:
         """Never hangs: what is not acknowledged by now stays where it was."""
         producer, self._producer = self._producer, None
         if producer is not None:
-            await _stop(producer)
+            await stop_within(STOP_S, producer.stop())
 
     async def publish(self, transfer: Transfer) -> None:
         """Returns once it is acknowledged. Raises Unwanted; KafkaError or TimeoutError: it may have been written."""
@@ -80,8 +89,27 @@ class Relay:
             raise Unwanted(type(error).__name__) from error
 
 
-async def _stop(producer: AIOKafkaProducer) -> None:
-    stopping = asyncio.ensure_future(producer.stop())
-    await asyncio.wait({stopping}, timeout=STOP_S)
-    if not stopping.done():
-        stopping.cancel()
+async def carry(relay: Publisher, transfer: Transfer, left: Callable[[], float]) -> bool:
+    """Publishes until it is acknowledged: True. False: the topic will not take it, or no time is left.
+
+    `left()`: seconds for which it still makes sense; 0 or less = none.
+    """
+    delay = RETRY_FIRST_S
+    while (seconds := left()) > 0:
+        try:
+            await relay.publish(transfer)
+            return True
+        except Unwanted as problem:
+            log.error("cannot be moved, stays where it is topic=%s cause=%s", transfer.topic, problem)
+            return False
+        except asyncio.CancelledError as problem:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # The client library cancels its own futures when a connection goes away.
+            log.warning("not moved yet, tried again topic=%s: %r", transfer.topic, problem)
+        except Exception as problem:
+            log.warning("not moved yet, tried again topic=%s: %r", transfer.topic, problem)
+        await asyncio.sleep(min(delay, seconds))
+        delay = min(delay * 2, RETRY_MOST_S)
+    return False

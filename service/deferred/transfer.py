@@ -20,17 +20,29 @@ TIME_DIGITS = 15
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A record as it is published on another topic, under the same partition number (R1)."""
+    """A record as it is published on another topic, as a rule under the same partition number (R1)."""
 
     topic: str
-    partition: int
+    partition: int | None  # None: by its key
     key: bytes | None
     value: bytes | None = field(repr=False)
     headers: tuple[tuple[str, bytes | None], ...] = field(repr=False)
 
     @classmethod
-    def of(cls, record: Record, head: Head, topic: str, *, starts: int, due: float | None = None) -> Transfer:
-        """`head`: what intake made of it. `starts`: unclean starts so far. `due`: wall clock, for `deferred`."""
+    def of(
+        cls,
+        record: Record,
+        head: Head,
+        topic: str,
+        *,
+        starts: int,
+        due: float | None = None,
+        partition: int | None = None,
+    ) -> Transfer:
+        """`head`: what intake made of it. `starts`: unclean starts so far. `due`: wall clock, for `deferred`.
+
+        `partition`: another number than the record's, where its former copies may lie (spread).
+        """
         headers = [(name, value) for name, value in record.headers if name not in OURS]
         headers.append((H_ORIGIN, head.origin.encode()))
         headers.append((H_PUBLISHED, str(record.timestamp_ms).encode()))
@@ -39,7 +51,8 @@ class Transfer:
         if due is not None:
             headers.append((H_DUE, str(round(due * 1000)).encode()))
             headers.append((H_JOB, f"{head.tenant}|{head.job_id}|{head.run}".encode()))
-        return cls(topic, record.place.partition, record.key, record.value, tuple(headers))
+        number = record.place.partition if partition is None else partition
+        return cls(topic, number, record.key, record.value, tuple(headers))
 
 
 @dataclass(frozen=True, slots=True)

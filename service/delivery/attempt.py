@@ -100,6 +100,13 @@ class Attempt:
         self.chunks = 0
         self.bytes = 0
 
+    def sent(self, size: int, wall: float) -> None:
+        """An event of `size` bytes is on its way."""
+        self.bytes += size
+        self.last_sent = wall
+        if self.first_sent is None:
+            self.first_sent = wall
+
     def broken(self) -> None:
         self.home.attempt_broken(self)
 

@@ -40,6 +40,7 @@ class Blobs:
         self.puts = 0
         self.bytes = 0
         self.failures = 0
+        self.under_way = 0  # uploads, those that wait for another try among them
 
     def key(self, head: Head, attempt: str, at: float) -> str:
         """The attempt in the key replaces the conditional write that the client lacks: the terminal event names one."""
@@ -52,11 +53,14 @@ class Blobs:
         """Raises service.store.StoreUnavailable after the store's deadline."""
         started = time.time()
         key = self.key(head, attempt, started)
+        self.under_way += 1
         try:
             reference = await self._store.put(key, data, ttl_days=head.ttl_days)
         except BaseException:
             self.failures += 1
             raise
+        finally:
+            self.under_way -= 1
         self.puts += 1
         self.bytes += len(data)
         return reference, StoreSummary(started, time.time(), reference["bucket"], key, len(data))

@@ -8,7 +8,6 @@ attempt that may not send is parked, and its one buffer grows meanwhile.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import Counter
@@ -19,11 +18,13 @@ from schemas.errors import ErrorCode
 from service.delivery import endings, events
 from service.delivery.alarms import Alarms
 from service.delivery.attempt import Attempt
+from service.delivery.barrier import BarrierClock
 from service.delivery.blobs import Blobs
 from service.delivery.endings import Endings
 from service.delivery.events import Event
 from service.delivery.gate import Gate
 from service.delivery.lane import Lane, Letter
+from service.delivery.parking import Parking
 from service.delivery.replies import Replies
 from service.frames import (
     Barrier,
@@ -40,6 +41,7 @@ from service.frames import (
     Open,
     Release,
     Timing,
+    Unanswered,
     Usage,
     Vanished,
     Waiting,
@@ -47,8 +49,6 @@ from service.frames import (
 from service.settings import Settings
 
 log = logging.getLogger(__name__)
-
-BARRIER_S = 1.0  # what is in flight may take so long; the revoked callback waits for it (R5)
 
 
 class Tracer(endings.Tracer, Protocol):
@@ -74,17 +74,19 @@ class Core:
         )
         self._endings = Endings(self, self.replies, blobs, tracer, reply, self.counters)
         self._attempts: dict[int, Attempt] = {}
-        self._held: list[Attempt] = []  # parked at the gate
-        self._crowded: dict[Lane, list[Attempt]] = {}  # parked until their lane has room
-        self._unlocated: dict[str, list[Attempt | Waiting]] = {}  # by reply topic that is being looked up
+        self._parking = Parking()
         self._alarms = Alarms(self._ring)
-        self._barrier_timer: asyncio.TimerHandle | None = None
+        self._barrier_clock = BarrierClock(
+            is_quiet=lambda: not self.replies.airborne and not self._endings.settling,
+            answer=lambda number: reply(BarrierDone(number)),
+        )
         self._buffered = 0  # bytes in coalescers and uploads
         self._handlers: dict[type, Callable[[Any], None]] = {
             Open: self._open,
             End: self._end,
             Waiting: self._waiting,
             Dead: self._endings.bury,
+            Unanswered: tracer.unanswered,
             Lease: self._lease,
             Barrier: self._barrier,
             Release: self._release,
@@ -102,8 +104,7 @@ class Core:
 
     def receive(self, frames: list[Any]) -> None:
         """One list of frames, in order. Unknown streams are ignored: they broke, or were released."""
-        now = time.monotonic()
-        deltas, handlers = self._deltas, self._handlers
+        now, deltas, handlers = time.monotonic(), self._deltas, self._handlers
         for frame in frames:
             if type(frame) is Deltas:
                 deltas(frame, now)
@@ -162,7 +163,7 @@ class Core:
         key = head.job_id.encode()
         lane = self.replies.lane(head.reply_topic, head.reply_partition, key)
         if lane is None:
-            self._unlocated.setdefault(head.reply_topic, []).append(frame)
+            self._parking.seek(head.reply_topic, frame)
         elif self.replies.knows(head.reply_topic, head.reply_partition) and lane.room:
             value, headers = events.waiting(head, frame.reason, frame.since, time.time())
             self.counters["events_waiting"] += 1
@@ -176,12 +177,10 @@ class Core:
 
     def _barrier(self, frame: Barrier) -> None:
         self.gate.close(frame.number)
-        self._stop_barrier_timer()
-        self._barrier_timer = asyncio.get_running_loop().call_later(BARRIER_S, self._barrier_done)
-        self.settled()
+        self._barrier_clock.begin(frame.number)
 
     def _release(self, frame: Release) -> None:
-        self._stop_barrier_timer()
+        self._barrier_clock.stop()
         lost = {(topic, partition) for topic, partition in frame.lost}
         if lost:
             for attempt in list(self._attempts.values()):
@@ -192,19 +191,7 @@ class Core:
 
     def settled(self) -> None:
         """A barrier is answered once nothing is in flight and no terminal waits for its status record."""
-        if self._barrier_timer is not None and not self.replies.airborne and not self._endings.settling:
-            self._barrier_done()
-
-    def _barrier_done(self) -> None:
-        number = self.gate.barrier
-        if self._stop_barrier_timer() and number is not None:
-            self._reply(BarrierDone(number))
-
-    def _stop_barrier_timer(self) -> bool:
-        timer, self._barrier_timer = self._barrier_timer, None
-        if timer is not None:
-            timer.cancel()
-        return timer is not None
+        self._barrier_clock.check()
 
     # The way out
 
@@ -215,7 +202,7 @@ class Core:
         head = attempt.head
         lane = self.replies.lane(head.reply_topic, head.reply_partition, attempt.key)
         if lane is None:
-            self._unlocated.setdefault(head.reply_topic, []).append(attempt)
+            self._parking.seek(head.reply_topic, attempt)
         elif not self.replies.knows(head.reply_topic, head.reply_partition):
             self._vanish(attempt, f"reply topic {head.reply_topic} has no partition {head.reply_partition}")
         else:
@@ -236,16 +223,14 @@ class Core:
         if lane is None and not attempt.vanished:
             return  # `_on_topic` comes back
         if not self.gate.open(now):
-            attempt.parked = True
-            self._held.append(attempt)
+            self._parking.hold(attempt)
             return
         if lane is None:
             if attempt.ready and attempt.place is None:
                 self._endings.finish(attempt)
             return
         if not lane.room:
-            attempt.parked = True
-            self._crowded.setdefault(lane, []).append(attempt)
+            self._parking.crowd(lane, attempt)
             return
         opened = attempt.opened
         if not attempt.announced and opened.announce and attempt.kind != "abandoned":
@@ -286,10 +271,7 @@ class Core:
     ) -> Letter:
         value, headers = event
         letter = Letter(value, attempt.key, headers, attempt, done)
-        attempt.bytes += len(value)
-        attempt.last_sent = wall
-        if attempt.first_sent is None:
-            attempt.first_sent = wall
+        attempt.sent(len(value), wall)
         self.counters["events_" + kind] += 1
         self.counters["event_bytes"] += len(value)
         assert attempt.lane is not None
@@ -389,15 +371,14 @@ class Core:
     # What opens again
 
     def _on_topic(self, topic: str, found: bool) -> None:
-        waiting = self._unlocated.pop(topic, [])
         if not found:
-            self._crowded = {lane: crowd for lane, crowd in self._crowded.items() if lane.topic != topic}
+            self._parking.vanished(topic)
             for attempt in list(self._attempts.values()):
                 if attempt.head.reply_topic == topic:
                     self._vanish(attempt, f"reply topic {topic} does not exist, or may not be written")
             return
         now = time.monotonic()
-        for one in waiting:
+        for one in self._parking.found(topic):
             if isinstance(one, Waiting):
                 self._waiting(one)
             elif not one.gone:
@@ -405,18 +386,15 @@ class Core:
                 self._advance(one, now)
 
     def _on_room(self, lane: Lane) -> None:
-        if lane.room and lane in self._crowded:
+        if lane.room:
             now = time.monotonic()
-            for attempt in self._crowded.pop(lane):
-                attempt.parked = False
+            for attempt in self._parking.roomy(lane):
                 self._advance(attempt, now)
 
     def _reopen(self) -> None:
         now = time.monotonic()
         if not self.gate.open(now):
             return
-        held, self._held = self._held, []
-        for attempt in held:
-            attempt.parked = False
+        for attempt in self._parking.opened():
             self._advance(attempt, now)
         self.replies.release_all()

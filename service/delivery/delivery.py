@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 
@@ -14,9 +15,12 @@ from service.settings import Settings
 from service.store import Store
 from service.telemetry.tracer import JobTracer
 
+log = logging.getLogger(__name__)
+
 PRESSURE_S = 0.5
 SETTLE_POLL_S = 0.01  # while draining
 TRACER_S = 1.0
+PROBE_EVERY_S = 1.0  # while the store is away
 
 
 class Delivery:
@@ -33,10 +37,17 @@ class Delivery:
         self._reported: dict[str, float] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self) -> None:
-        """The broker is reached in the background; what comes meanwhile waits."""
+    def start(self, on_broken: Callable[[], None]) -> None:
+        """The broker is reached in the background; what comes meanwhile waits.
+
+        `on_broken`: a part of it has died, and nothing would go out any more; a new room must take over.
+        """
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._core.replies.start()), loop.create_task(self._report())]
+        parts = {"producer": self._core.replies.start(), "reports": self._report(), "store probe": self._probe()}
+        for name, part in parts.items():
+            task = loop.create_task(part, name=name)
+            task.add_done_callback(lambda task: self._over(task, on_broken))
+            self._tasks.append(task)
 
     def receive(self, payload: bytes) -> None:
         self._core.receive(wire.to_delivery.decode(payload))
@@ -57,6 +68,12 @@ class Delivery:
         self._store.close()
         await asyncio.to_thread(self._tracer.close, TRACER_S)
 
+    def _over(self, task: asyncio.Task[None], on_broken: Callable[[], None]) -> None:
+        """Without this a part dies in silence, while the reports go on and say that all is well."""
+        if not task.cancelled() and (problem := task.exception()) is not None:
+            log.error("delivery's part failed part=%s", task.get_name(), exc_info=problem)
+            on_broken()
+
     def _reply(self, frame: Frame) -> None:
         self._out.append(frame)
         if not self._scheduled:
@@ -71,9 +88,18 @@ class Delivery:
 
     async def _report(self) -> None:
         while True:
-            self._reply(Pressure(unacknowledged=self._core.unacknowledged, counters=self._counters()))
+            self._reply(
+                Pressure(unacknowledged=self._core.unacknowledged, counters=self._counters(), store=self._store.away)
+            )
             self._core.replies.sweep()
             await asyncio.sleep(PRESSURE_S)
+
+    async def _probe(self) -> None:
+        """While the store is away and no upload tries it, something else must: nothing is admitted meanwhile."""
+        while True:
+            await asyncio.sleep(PROBE_EVERY_S)
+            if self._store.away is not None and not self._blobs.under_way:
+                await self._store.probe()
 
     def _counters(self) -> dict[str, float]:
         """Changes since the last report; `connected` is a state."""

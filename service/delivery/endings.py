@@ -25,7 +25,7 @@ from service.delivery.blobs import Blobs, inline_limit, is_stored, is_too_large
 from service.delivery.fold import usage_of
 from service.delivery.lane import Letter
 from service.delivery.replies import Replies
-from service.frames import Dead, Delta, End, Ended, Error, Frame, Head, Open
+from service.frames import Dead, Delta, End, Ended, Error, Frame, Head, Open, Unanswered
 from service.store import StoreUnavailable
 from service.telemetry.spans import SendSummary, StoreSummary
 
@@ -65,6 +65,8 @@ class Streams(Protocol):
 
 class Tracer(Protocol):
     def ended(self, opened: Open, end: End, sends: SendSummary, store: StoreSummary | None = None) -> None: ...
+
+    def unanswered(self, record: Unanswered) -> None: ...
 
 
 class Endings:
@@ -338,6 +340,7 @@ class Endings:
                     status_offset=offset,
                 )
             )
+            self._tracer.unanswered(records.unanswered(frame))
             self._streams.settled()
 
         self._bury(frame, written)

@@ -22,14 +22,15 @@ BACKLOG = 64  # raw deltas of a stream before they are gathered
 
 
 class Handover:
-    """`write(payload)` takes an encoded list."""
+    """`write(payload)` takes an encoded list. `is_open(stream)`: whether more may come for it."""
 
-    def __init__(self, interval_s: float, write: Callable[[bytes], None]) -> None:
+    def __init__(self, interval_s: float, write: Callable[[bytes], None], is_open: Callable[[int], bool]) -> None:
         self._interval = interval_s
         self._write = write
+        self._is_open = is_open
         self._frames: list[Frame] = []
         self._backlogged: dict[Stream, None] = {}
-        self._carried: dict[tuple[int, int], str] = {}  # half surrogate pairs, by stream and choice
+        self._carried: dict[int, dict[int, str]] = {}  # half surrogate pairs, by stream and choice
         self._timer: asyncio.TimerHandle | None = None
         self._urgent = False  # the timer is set for the earliest moment
         self._last = float("-inf")
@@ -100,6 +101,7 @@ class Handover:
             del self._backlogged[stream]
             self.bytes -= sum(map(weight, stream.backlog))
             stream.backlog = []
+        self._carried.pop(stream.id, None)
 
     def flush(self) -> None:
         """Writes the list now."""
@@ -143,14 +145,19 @@ class Handover:
             if not isinstance(frame, Deltas):
                 _scrub(frame)
                 continue
+            carried = self._carried.pop(frame.stream, {})
             for delta in frame.deltas:
-                place = (frame.stream, delta.index)
-                carried = self._carried.pop(place, "")
-                delta.text, carry = whole(delta.text, carried, delta.finish_reason is not None)
-                if carry:
-                    self._carried[place] = carry
+                half = carried.pop(delta.index, "")
+                delta.text, half = whole(delta.text, half, delta.finish_reason is not None)
+                if half:
+                    carried[delta.index] = half
                 for name in ("reasoning", "tool_calls", "logprobs"):
                     setattr(delta, name, _scrub(getattr(delta, name)))
+            if carried:
+                self._carried[frame.stream] = carried
+        # Nobody takes back what a stream left that is over, and every list would be looked through for it.
+        for stream in [one for one in self._carried if not self._is_open(one)]:
+            del self._carried[stream]
         return wire.encode(frames)
 
 

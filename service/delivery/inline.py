@@ -25,7 +25,7 @@ class Inline:
         self.gone = asyncio.Event()
 
     async def start(self) -> None:
-        self._delivery.start()
+        self._delivery.start(self.kill)
 
     def write(self, payload: bytes) -> None:
         if self._ending is None:

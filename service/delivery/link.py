@@ -34,6 +34,7 @@ from service.frames import (
     Pressure,
     Release,
     Timing,
+    Unanswered,
     Usage,
     Vanished,
     Waiting,
@@ -72,7 +73,7 @@ class Link:
         self._on_ended = on_ended
         self._on_pressure = on_pressure
         self._lock = NameLock(settings.state_dir, settings.worker)
-        self._handover = Handover(settings.delivery.handover_ms / 1000, self._write)
+        self._handover = Handover(settings.delivery.handover_ms / 1000, self._write, self._is_open)
         self._ids = itertools.count(1)
         self._streams: dict[int, Stream] = {}
         self._deads: dict[tuple[str, int, int, int], Dead] = {}
@@ -174,6 +175,10 @@ class Link:
         self._deads[dead.topic, dead.partition, dead.offset, dead.epoch] = dead
         self._handover.put(dead, urgent=True)
 
+    def unanswered(self, record: Unanswered) -> None:
+        """The span of a record that nobody is told about; lost if the delivery process dies."""
+        self._handover.put(record)
+
     def lease(self, until_monotonic: float) -> None:
         self._lease = until_monotonic
         self._handover.put(Lease(until_monotonic), urgent=True)
@@ -230,6 +235,10 @@ class Link:
     def _write(self, payload: bytes) -> None:
         if self._peer is not None:
             self._peer.write(payload)
+
+    def _is_open(self, stream: int) -> bool:
+        found = self._streams.get(stream)
+        return found is not None and found.ended is None
 
     def _unsettled(self) -> bool:
         return bool(self._deads) or any(stream.ended is not None for stream in self._streams.values())
@@ -318,11 +327,12 @@ class Link:
             peer = self._peer = self._peer_of_mode()
             try:
                 await peer.start()
-            except OSError as error:
-                log.error("delivery process cannot be spawned: %s", error)
-            else:
                 self._replay()
                 await self._watch(peer)
+            except OSError as error:
+                log.error("delivery process cannot be spawned: %s", error)
+            except Exception:  # whatever it is, the next life may do better; without one nothing goes out any more
+                log.exception("delivery process cannot be served pid=%s", peer.pid)
             self._peer = None
             self._handover.clear()
             if self._stopping:

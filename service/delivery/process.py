@@ -93,13 +93,16 @@ async def serve(descriptor: int) -> None:
     settings = link.settings.result()
     configure(settings, "delivery")
     delivery = Delivery(settings, link.send)
-    delivery.start()
+    broken = asyncio.Event()
+    delivery.start(broken.set)
     link.attach(delivery)
     gc.collect()
     gc.freeze()  # imports are most of the heap: no collection walks them again
-    await ended
+    breaking = loop.create_task(broken.wait())
+    await asyncio.wait({ended, breaking}, return_when=asyncio.FIRST_COMPLETED)
     signal.alarm(BACKSTOP_S)
-    await delivery.drain(FLUSH_S)
+    if ended.done():  # else the worker starts another process, and nothing could go out here
+        await delivery.drain(FLUSH_S)
     await delivery.close()
     link.close()
     await asyncio.sleep(0)  # lets the transport write its last bytes

@@ -6,9 +6,11 @@ from typing import Any
 
 import orjson
 
+from schemas.keys import tenant_of
 from schemas.names import H_ATTEMPTS, H_FAILED_AT, H_MESSAGE, H_ORIGIN, H_REASON, SCHEMA_VERSION
 from service.delivery.events import stamp
-from service.frames import Dead, Head, Timing, Usage
+from service.frames import Dead, Head, Timing, Unanswered, Usage
+from service.telemetry.propagation import extract
 
 _OURS = frozenset({H_ORIGIN, H_REASON, H_MESSAGE, H_ATTEMPTS, H_FAILED_AT})
 
@@ -46,6 +48,21 @@ def status(
     if (place := f"{head.topic}/{head.partition}/{head.offset}") != head.origin:
         value["place"] = place
     return orjson.dumps(value)
+
+
+def unanswered(dead: Dead) -> Unanswered:
+    """What a trace shows of a record that is a dead letter alone. Its value is not looked into."""
+    return Unanswered(
+        topic=dead.topic,
+        partition=dead.partition,
+        offset=dead.offset,
+        tenant=tenant_of(dead.key),
+        job_id="",
+        code=dead.code,
+        trace=extract(dead.headers),
+        broker_time=dead.at,
+        at=dead.at,
+    )
 
 
 def status_of_dead(dead: Dead, at: float) -> tuple[bytes, bytes]:

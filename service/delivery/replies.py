@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import lru_cache
 
 from aiokafka import AIOKafkaProducer, TopicPartition
@@ -20,6 +19,7 @@ from aiokafka.partitioner import murmur2
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from schemas.names import DEAD_LETTERS, USAGE, status_topic
+from service.bounded_stop import stop_within
 from service.delivery.lane import Lane, Letter
 from service.settings import Settings
 
@@ -84,26 +84,25 @@ class Replies:
 
     async def start(self) -> None:
         """Connects; tries for ever, since streams can wait."""
-        delay, bootstrap = RETRY_FIRST_S, self._settings.kafka.bootstrap
+        delay, kafka = RETRY_FIRST_S, self._settings.kafka
         while True:
             producer = AIOKafkaProducer(
-                bootstrap_servers=bootstrap,
+                **kafka.connection(),
                 client_id=f"{self._settings.worker}-delivery",
                 acks="all",
                 max_batch_size=MAX_BATCH_BYTES,
                 linger_ms=0,
                 compression_type="lz4",
-                request_timeout_ms=self._settings.kafka.request_timeout_ms,
+                request_timeout_ms=kafka.request_timeout_ms,
             )
             try:
                 await producer.start()
                 break
             except BaseException as error:
-                with suppress(Exception):
-                    await producer.stop()
+                await stop_within(STOP_S, producer.stop())
                 if not isinstance(error, KafkaError | OSError):
                     raise
-                self._log_away(f"no broker at {bootstrap}", error)
+                self._log_away(f"no broker at {kafka.bootstrap}{kafka.security.hint}", error)
             await asyncio.sleep(delay)
             delay = min(delay * 2, RETRY_MOST_S)
         self._producer = producer
@@ -125,8 +124,7 @@ class Replies:
         if self._care is not None:
             self._care.cancel()
         if self._producer is not None:
-            task = asyncio.ensure_future(self._producer.stop())
-            await asyncio.wait({task}, timeout=STOP_S)
+            await stop_within(STOP_S, self._producer.stop())
 
     # Records in
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from schemas.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from schemas.names import CHAT, COMPLETIONS
+from service.engine import prefixes
 from service.engine.bounds import MAX_N
 from service.engine.protocol import Prepared
 
@@ -43,6 +44,7 @@ class Script:
     capped: bool  # max_tokens was given: ends with `length`
     fault: str | None
     fault_after: int  # output tokens
+    blocks: tuple[int, ...] = ()  # names of the prompt's KV blocks
 
     def text(self, index: int, start: int, end: int) -> str:
         """Of choice `index`, tokens `start` up to and without `end`."""
@@ -52,8 +54,10 @@ class Script:
         return "".join([WORDS[(at + i) % count] for i in range(start, end)])
 
 
-def read(endpoint: str, body: dict[str, Any], names: tuple[str, ...], context: int, max_chars: int) -> Prepared:
-    """`names` are those the engine answers to, `context` its tokens. Raises Refusal."""
+def read(
+    endpoint: str, body: dict[str, Any], names: tuple[str, ...], context: int, max_chars: int, salt: str
+) -> Prepared:
+    """`names`: what the engine answers to; `context`: its tokens; `salt`: of the prefix cache. Raises Refusal."""
     if body.get("model", names[0]) not in names:
         raise ModelNotFound(f"this pool serves {names[0]!r}; use that name, or publish to another pool")
     text = _prompt_text(endpoint, body)
@@ -74,6 +78,7 @@ def read(endpoint: str, body: dict[str, Any], names: tuple[str, ...], context: i
         capped=asked is not None or budget < DEFAULT_TOKENS,
         fault=hook.group(1) if hook and after <= budget else None,
         fault_after=after,
+        blocks=prefixes.blocks(text, tokens, salt),
     )
     return Prepared(prompt_tokens=tokens, max_tokens=budget, n=n, request=script)
 

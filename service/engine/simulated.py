@@ -1,8 +1,8 @@
 """An engine without weights: vLLM's timing, queueing and KV accounting in one timer callback. For tests and scale.
 
-Owns the timing model. Never claims to be a model: its name is
-`simulated:<served name>` in every reply. A step takes `base + per_seq x running + per_prefill_token x tokens` seconds;
-steps follow each other on the engine's own clock, so a late event loop finds several tokens waiting, as with vLLM.
+Owns the requests and the clock; the scheduling and the length of a step are `batch.py`'s. Never claims to be a model:
+its name is `simulated:<served name>` in every reply. Steps follow each other on the engine's own clock, so a late event
+loop finds several tokens waiting, as with vLLM.
 
 What a job says, and the faults that tests may ask for, are in `script.py`.
 """
@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import heapq
-import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from service.engine import pace, script
+from service.engine import pace, profiles, script
+from service.engine.batch import Batch, Sequence
 from service.engine.bounds import queue_bound
+from service.engine.prefixes import BLOCK
 from service.engine.protocol import (
     Capacity,
     EngineAway,
@@ -36,24 +36,16 @@ from service.frames import Delta, Usage
 from service.job import Job
 from service.settings import Settings
 
-BLOCK = 16  # tokens per KV block
 DEFAULT_CONTEXT = 8192  # tokens, when the settings name none
 CATCH_UP_STEPS = 32  # steps applied in one turn of a late loop, so that other callbacks get their turn
 
 
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """One choice: a slot of the engine while it runs."""
-
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Choice(Sequence):
     request: _Request
     index: int
-    prefill: int  # tokens still to be computed before the next output token
-    limit: int  # output tokens at which something happens: the end, or the fault
-    interval: int
-    produced: int = 0
+    interval: int  # tokens per output
     sent: int = 0
-    chunk: int = 0  # prefill tokens in the step under way
-    finished: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -61,9 +53,7 @@ class _Request:
     attempt: str
     prepared: Prepared
     script: Script
-    priority: int
-    arrival: float  # on the engine's clock
-    sequences: list[_Sequence] = field(default_factory=list)
+    choices: list[_Choice] = field(default_factory=list)
     waiter: asyncio.Future[None] | None = None
     ready: bool = False
     open: int = 0  # choices not finished
@@ -72,7 +62,6 @@ class _Request:
     scheduled: float | None = None  # wall clock
     first_token: float | None = None
     last_token: float | None = None
-    preemptions: int = 0
 
     def wake(self) -> None:
         self.ready = True
@@ -86,18 +75,20 @@ class _Request:
 class SimulatedEngine:
     """The `Engine` protocol on a timer. All requests share one callback; a token costs well under a microsecond."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, salt: Callable[[str], str] = str) -> None:
+        """`salt` gives a tenant's prefix-cache salt: by default its name."""
         self._settings = settings.engine
+        self._salt = salt
         self._state = EngineState.STARTING
         self._names = (settings.engine.served_name, f"simulated:{settings.engine.served_name}")
         self._context = settings.engine.max_model_len or DEFAULT_CONTEXT
         self._bound = queue_bound(settings.engine.max_num_seqs)
         self._requests: dict[str, _Request] = {}
-        self._waiting: list[tuple[int, float, int, _Sequence]] = []  # heap: priority, arrival, tie breaker
-        self._prefilling: list[_Sequence] = []
-        self._decoding: list[_Sequence] = []
-        self._order = itertools.count()
-        self._kv = 0  # tokens held by the running sequences
+        profile = profiles.chosen(settings.engine)
+        self._kv_tokens = profile.kv_tokens
+        self._batch: Batch[_Choice] = Batch(
+            settings.engine.max_num_seqs, settings.engine.max_num_batched_tokens, profile.kv_tokens, profile.time
+        )
         self._sequences = 0  # accepted and not ended
         self._step_end: float | None = None  # None = idle
         self._timer: asyncio.TimerHandle | asyncio.Handle | None = None
@@ -120,7 +111,7 @@ class SimulatedEngine:
         return Capacity(
             max_model_len=self._context,
             max_num_seqs=self._settings.max_num_seqs,
-            kv_tokens=self._settings.sim_kv_tokens,
+            kv_tokens=self._kv_tokens,
             block_size=BLOCK,
             model=self._names[1],
             version="simulated",
@@ -129,7 +120,8 @@ class SimulatedEngine:
     # ------------------------------------------------------------------ prepare
 
     async def prepare(self, job: Job) -> Prepared:
-        return script.read(job.head.endpoint, job.body, self._names, self._context, self._settings.max_prompt_chars)
+        salt, most = self._salt(job.tenant), self._settings.max_prompt_chars
+        return script.read(job.head.endpoint, job.body, self._names, self._context, most, salt)
 
     # ------------------------------------------------------------------ run
 
@@ -154,11 +146,15 @@ class SimulatedEngine:
                 if not request.open or request.cancelled:
                     break
             yield Finished(
-                usage=Usage(prepared.prompt_tokens, sum(s.sent for s in request.sequences)),
+                usage=Usage(
+                    prepared.prompt_tokens,
+                    sum(c.sent for c in request.choices),
+                    min((c.cached for c in request.choices if c.cached is not None), default=0),
+                ),
                 scheduled=request.scheduled,
                 first_token=request.first_token,
                 last_token=request.last_token,
-                preemptions=request.preemptions,
+                preemptions=sum(c.preemptions for c in request.choices),
             )
         finally:
             self._leave(request)
@@ -171,10 +167,12 @@ class SimulatedEngine:
             request.wake()
 
     def stats(self) -> EngineStats:
-        stats = self._stats
-        stats.running = len(self._decoding) + len(self._prefilling)
+        stats, batch = self._stats, self._batch
+        stats.running = batch.running
         stats.waiting = self._sequences - stats.running
-        stats.kv_usage = self._kv / self._settings.sim_kv_tokens
+        stats.kv_usage = batch.kv / self._kv_tokens
+        stats.preemptions, stats.generated = batch.preemptions, batch.generated
+        stats.prefix_queries, stats.prefix_hits = batch.prefixes.queries, batch.prefixes.found
         return stats
 
     async def close(self, drain_s: float = 0.0) -> None:
@@ -189,15 +187,22 @@ class SimulatedEngine:
     def _enter(self, job: Job, prepared: Prepared, attempt: str, priority: int) -> _Request:
         told: Script = prepared.request
         now = time.monotonic()
-        request = _Request(attempt, prepared, told, priority, now, open=prepared.n)
+        request = _Request(attempt, prepared, told, open=prepared.n)
         limit = told.fault_after if told.fault else prepared.max_tokens
         every = pace.interval(job, self._settings.stream_interval)
         for index in range(prepared.n):
-            # Choices after the first find the prompt in the prefix cache, but for its last token.
-            prefill = prepared.prompt_tokens if index == 0 else 1
-            sequence = _Sequence(request, index, prefill, limit, every)
-            request.sequences.append(sequence)
-            heapq.heappush(self._waiting, (priority, now, next(self._order), sequence))
+            choice = _Choice(
+                priority=priority,
+                arrival=now,
+                prompt=prepared.prompt_tokens,
+                blocks=told.blocks,
+                limit=limit,
+                request=request,
+                index=index,
+                interval=every,
+            )
+            request.choices.append(choice)
+            self._batch.add(choice)
         self._requests[attempt] = request
         self._idle.clear()
         self._sequences += prepared.n
@@ -213,27 +218,17 @@ class SimulatedEngine:
             if not self._requests:
                 self._idle.set()
         self._remove(request)
-        request.sequences = []  # breaks the reference cycle: nothing is left for the garbage collector
+        request.choices = []  # breaks the reference cycle: nothing is left for the garbage collector
 
     def _remove(self, request: _Request) -> None:
         """Frees the slots and KV of the choices that have not ended; idempotent."""
         if not request.open:
             return
-        for sequence in request.sequences:
-            if sequence.finished:
-                continue
-            sequence.finished = True
-            self._sequences -= 1
-            for group in (self._decoding, self._prefilling):
-                if sequence in group:
-                    group.remove(sequence)
-                    self._kv -= self._held(sequence)
+        for choice in request.choices:
+            if not choice.finished:
+                self._sequences -= 1
+                self._batch.drop(choice)
         request.open = 0
-
-    @staticmethod
-    def _held(sequence: _Sequence) -> int:
-        """KV tokens of a running sequence; later choices share the prompt of the first."""
-        return sequence.produced + (sequence.request.prepared.prompt_tokens if sequence.index == 0 else 0)
 
     def _lose(self, state: EngineState, reason: str) -> None:
         self._state = state
@@ -245,7 +240,7 @@ class SimulatedEngine:
             request.error = EngineLost(reason)
             self._remove(request)
             request.wake()
-        self._waiting.clear()
+        self._batch.clear()
 
     # ------------------------------------------------------------------ steps
 
@@ -267,74 +262,37 @@ class SimulatedEngine:
         self._arm()
 
     def _begin(self, at: float) -> None:
-        """Admits what fits and sets the end of the step that starts at `at`; idle when there is nothing to do."""
-        settings = self._settings
-        waiting, prefilling, decoding = self._waiting, self._prefilling, self._decoding
-        while waiting and len(decoding) + len(prefilling) < settings.max_num_seqs:
-            sequence = waiting[0][3]
-            if sequence.finished:
-                heapq.heappop(waiting)
-                continue
-            held = self._held(sequence)
-            alone = not decoding and not prefilling
-            if not alone and self._kv + held + len(decoding) > settings.sim_kv_tokens:
-                break
-            heapq.heappop(waiting)
-            self._kv += held
-            prefilling.append(sequence)
-            if sequence.request.scheduled is None:
-                sequence.request.scheduled = time.time()
-        budget = max(1, settings.max_num_batched_tokens - len(decoding))
-        prefill = 0
-        for sequence in prefilling:
-            sequence.chunk = min(sequence.prefill, budget - prefill)
-            prefill += sequence.chunk
-        running = len(decoding) + len(prefilling)
-        if not running:
-            self._step_end = None
-            return
-        self._step_end = at + (
-            settings.sim_step_base_s
-            + settings.sim_step_per_seq_s * running
-            + settings.sim_step_per_prefill_token_s * prefill
-        )
+        """Sets the end of the step that starts at `at`; idle when there is nothing to do."""
+        seconds = self._batch.begin()
+        self._step_end = None if seconds is None else at + seconds
+        if self._batch.admitted:
+            now = time.time()
+            for choice in self._batch.admitted:
+                if choice.request.scheduled is None:
+                    choice.request.scheduled = now
 
     def _finish_step(self) -> bool:
-        """One token for each decoding sequence and for each whose prefill ended. False = no step follows."""
-        started = [s for s in self._prefilling if s.prefill <= s.chunk]
-        for sequence in self._prefilling:
-            sequence.prefill -= sequence.chunk
-        if started:
-            self._prefilling = [s for s in self._prefilling if s.prefill > 0]
-            self._decoding.extend(started)
-        decoding = self._decoding
-        self._kv += len(decoding)
-        self._stats.generated += len(decoding)
-        ended: list[_Sequence] | None = None
-        for sequence in decoding:
-            produced = sequence.produced = sequence.produced + 1
-            if produced >= sequence.limit:
-                (ended := ended or []).append(sequence)
-            elif produced - sequence.sent >= sequence.interval or produced == 1:
-                request = sequence.request
-                if not request.ready:
-                    request.wake()
-        if started:
+        """Takes in what the step made. False = no step follows."""
+        step = self._batch.finish()
+        if step.started:
             now = time.time()
-            for sequence in started:
-                if sequence.request.first_token is None:
-                    sequence.request.first_token = now
-        if ended is not None and not self._end(ended):
-            return False
-        if self._kv > self._settings.sim_kv_tokens and len(self._decoding) > 1:
-            self._preempt()
-        return True
+            for choice in step.started:
+                if choice.request.first_token is None:
+                    choice.request.first_token = now
+        ended: list[_Choice] | None = None
+        for choice in step.told:
+            if choice.produced >= choice.limit:
+                (ended := ended or []).append(choice)
+            elif not choice.request.ready:
+                choice.request.wake()
+        return ended is None or self._end(ended)
 
-    def _end(self, sequences: list[_Sequence]) -> bool:
+    def _end(self, choices: list[_Choice]) -> bool:
         now = time.time()
-        for sequence in sequences:
-            request = sequence.request
-            if sequence.finished:
+        done: list[_Choice] = []
+        for choice in choices:
+            request = choice.request
+            if choice.finished:
                 continue  # another choice of its job has failed in this very step
             match request.script.fault:
                 case "fault":
@@ -348,36 +306,25 @@ class SimulatedEngine:
                 case _:
                     request.last_token = now
                     request.open -= 1
-                    sequence.finished = True
                     self._sequences -= 1
-                    self._kv -= self._held(sequence)
+                    done.append(choice)
             request.wake()
-        self._decoding = [s for s in self._decoding if not s.finished]
+        self._batch.retire(done)
         return True
-
-    def _preempt(self) -> None:
-        """Out of KV blocks: the worst priority, then the newest, goes back and is computed again later."""
-        victim = max(self._decoding, key=lambda s: (s.request.priority, s.request.arrival, s.index))
-        request = victim.request
-        self._decoding.remove(victim)
-        self._kv -= self._held(victim)
-        victim.prefill = request.prepared.prompt_tokens + victim.produced
-        request.preemptions += 1
-        self._stats.preemptions += 1
-        heapq.heappush(self._waiting, (request.priority, request.arrival, next(self._order), victim))
 
 
 def _take(request: _Request) -> list[Delta]:
     """What each choice has produced since the last look, one delta a choice."""
     deltas = []
-    for sequence in request.sequences:
-        produced, sent = sequence.produced, sequence.sent
+    for choice in request.choices:
+        produced, sent = choice.produced, choice.sent
         if produced == sent:
             continue
-        sequence.sent = produced
-        text = request.script.text(sequence.index, sent, produced)
-        delta = Delta(sequence.index, text, produced - sent)
-        if sequence.finished and produced >= sequence.limit and not request.cancelled:
+        choice.sent = produced
+        choice.tell_at = min(choice.limit, produced + choice.interval)
+        text = request.script.text(choice.index, sent, produced)
+        delta = Delta(choice.index, text, produced - sent)
+        if choice.finished and produced >= choice.limit and not request.cancelled:
             delta.finish_reason = "length" if request.script.capped else "stop"
         deltas.append(delta)
     return deltas

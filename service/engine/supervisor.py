@@ -66,7 +66,7 @@ class Supervisor:
         self._capacity: Capacity | None = None
         self._watch: asyncio.Task[None] | None = None
         self._trip = asyncio.Event()  # wakes the watch before its next check
-        self.ready = asyncio.Event()
+        self.ready = asyncio.Event()  # for those who wait for a rebuilt engine: tests and benchmarks
         self.rebuilds = 0
         self.reason = ""  # of the last death, hang or failed start
 
@@ -84,6 +84,11 @@ class Supervisor:
         """As the engine in use reported it; a rebuilt one may have another."""
         if self._capacity is None:
             raise RuntimeError("the engine has not started yet")
+        return self._capacity
+
+    @property
+    def reported(self) -> Capacity | None:
+        """The same, None before the first start."""
         return self._capacity
 
     async def start(self) -> Capacity:

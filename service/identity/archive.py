@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from aiokafka import AIOKafkaConsumer
 from aiokafka.structs import ConsumerRecord, TopicPartition
 
+from service.bounded_stop import stop_within
 from service.job import Place
 from service.settings import KafkaSettings
 
@@ -98,7 +99,7 @@ class Archive:
     async def _open(self) -> AIOKafkaConsumer:
         if self._consumer is None:
             self._consumer = AIOKafkaConsumer(
-                bootstrap_servers=self._settings.bootstrap,
+                **self._settings.connection(),
                 enable_auto_commit=False,
                 auto_offset_reset="earliest",  # a place that is no more shows by a later record
                 request_timeout_ms=self._settings.request_timeout_ms,
@@ -118,10 +119,7 @@ class Archive:
     async def _close(self) -> None:
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
-            stopping = asyncio.create_task(consumer.stop())
-            await asyncio.wait({stopping}, timeout=STOP_S)
-            if not stopping.done():
-                stopping.cancel()
+            await stop_within(STOP_S, consumer.stop())
 
     def _turn_to(self, consumer: AIOKafkaConsumer) -> None:
         """Makes it read what is wanted, and nothing else. A new assignment also forgets where logs ended before."""

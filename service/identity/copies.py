@@ -193,6 +193,10 @@ class Copies:
             async with asyncio.timeout(HEAD_START_S):
                 await self._history.ready.wait()
 
+    async def recall_elsewhere(self, numbers: Collection[int]) -> None:
+        """Other workers' partition numbers, whose ends so far must be known here too (spread)."""
+        await self._history.known(numbers)
+
     def _learn(self, identity: Identity, spot: Spot, at: float) -> None:
         self._window.add(identity, spot, at)
         group = self._identities.group(identity)

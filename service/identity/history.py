@@ -16,6 +16,7 @@ from typing import Any
 from aiokafka import AIOKafkaConsumer
 from aiokafka.structs import TopicPartition
 
+from service.bounded_stop import stop_within
 from service.identity.retelling import identity_of, read_status
 from service.identity.window import Identity, Spot
 from service.settings import KafkaSettings
@@ -29,6 +30,7 @@ FEW = 5_000  # records that are read without a rest, and waited for
 CALL_S = 5.0  # one question to the broker
 RETRY_S = 1.0
 STOP_S = 2.0
+WAIT_S = 0.1  # between looks at whether a reading has ended
 
 Learn = Callable[[Identity, Spot, float], None]  # identity, where its status record lies, when it ended (wall clock)
 
@@ -57,6 +59,14 @@ class History:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._load(), name="history")
 
+    async def known(self, numbers: Collection[int]) -> None:
+        """Reads these numbers too, and returns when they are read to the ends that they had at this call."""
+        while self._due.intersection(numbers):  # noqa: ASYNC110 (one that has begun may have looked for the ends before)
+            await asyncio.sleep(WAIT_S)
+        self.recall(numbers)
+        while self._due.intersection(numbers):  # noqa: ASYNC110
+            await asyncio.sleep(WAIT_S)
+
     async def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
@@ -66,7 +76,7 @@ class History:
         while self._due:
             numbers = frozenset(self._due)
             consumer = AIOKafkaConsumer(
-                bootstrap_servers=self._settings.bootstrap,
+                **self._settings.connection(),
                 enable_auto_commit=False,
                 auto_offset_reset="earliest",
                 request_timeout_ms=self._settings.request_timeout_ms,
@@ -88,10 +98,7 @@ class History:
                 log.warning("ended jobs of the last hour not read yet, tried again: %r", error)
                 await asyncio.sleep(RETRY_S)
             finally:
-                stopping = asyncio.ensure_future(consumer.stop())
-                await asyncio.wait({stopping}, timeout=STOP_S)
-                if not stopping.done():
-                    stopping.cancel()
+                await stop_within(STOP_S, consumer.stop())
         self.ready.set()
 
     async def _read(self, consumer: AIOKafkaConsumer, numbers: frozenset[int]) -> None:

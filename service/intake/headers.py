@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from schemas.names import (
+    H_HOP,
     H_ORIGIN,
     H_REPLY_PARTITION,
     H_REPLY_TO,
@@ -26,24 +27,28 @@ class Headers:
     reply_partition: int | None = None
     origin: Place | None = None
     starts: int = 0
+    hopped: bool = False  # another pool sent it here
 
 
-def read_headers(record: Record, *, service_topic: bool) -> Headers:
-    """The first value of each header counts. Origin and starts are believed on the service's own topics only."""
+def read_headers(record: Record, *, service_topic: bool, replies: bool = True) -> Headers:
+    """The first value of each header counts. Origin, starts and hop are believed on the service's own topics only, a
+    reply address only with `replies`."""
     found = Headers()
     for name, raw in record.headers:
         if not raw:
             continue
         if name in (H_REPLY_TO, H_SPRING_REPLY_TO):
-            if found.reply_topic is None:
+            if replies and found.reply_topic is None:
                 found.reply_topic = raw.decode("utf-8", "replace")
         elif name in (H_REPLY_PARTITION, H_SPRING_REPLY_PARTITION):
-            if found.reply_partition is None:
+            if replies and found.reply_partition is None:
                 found.reply_partition = partition_of(raw)
         elif service_topic and name == H_ORIGIN and found.origin is None:
             found.origin = _place(raw)
         elif service_topic and name == H_STARTS and raw.isdigit() and len(raw) <= 9:
             found.starts = min(int(raw), MAX_STARTS)
+        elif service_topic and name == H_HOP:
+            found.hopped = True
     return found
 
 

@@ -50,7 +50,7 @@ class KafkaReplyTopics:
     async def start(self) -> None:
         """Raises KafkaConnectionError if no broker answers."""
         self._client = AIOKafkaClient(
-            bootstrap_servers=self._settings.bootstrap, request_timeout_ms=self._settings.request_timeout_ms
+            **self._settings.connection(), request_timeout_ms=self._settings.request_timeout_ms
         )
         await self._client.bootstrap()
 

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from schemas.errors import Refusal
+from service.credentials.doubt import Doubt
 from service.frames import Dead, Head
 from service.job import Job, Record, Ticket
 
@@ -33,7 +34,34 @@ class Undeliverable:
     ticket: Ticket
 
 
-Verdict = Job | Refused | Undeliverable
+@dataclass(frozen=True, slots=True)
+class Unverified:
+    """Nobody knows who sent this: a dead letter, and one `failed` event on the common reply topic.
+
+    The identity that it claims may be another's: nothing is to be noted under it (R7).
+    """
+
+    head: Head
+    doubt: Doubt
+    record: Record
+    ticket: Ticket
+    received: float
+    dead: Dead
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Another pool serves the model: the record goes there, once."""
+
+    head: Head
+    pool: str
+    record: Record
+    ticket: Ticket
+    received: float
+    starts: int
+
+
+Verdict = Job | Refused | Undeliverable | Unverified | Elsewhere
 
 
 class Lookup:

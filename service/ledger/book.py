@@ -129,6 +129,11 @@ class Book:
         ledger = self._ledgers.get(key)
         return ledger.room if isinstance(ledger, TimedLedger) else 0
 
+    def excess(self, key: Key) -> int:
+        """How many records a paused partition must finish before it is read on; 0: read, or waits for its span."""
+        ledger = self._ledgers.get(key)
+        return max(0, ledger.live - ledger.low) if ledger is not None and ledger.pressed else 0
+
     def start(self, ticket: Ticket) -> None:
         """The engine gets this record: a kill from the next commit on counts as an unclean start (R11)."""
         if ledger := self._of(ticket):

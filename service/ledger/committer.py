@@ -100,10 +100,6 @@ class Committer:
             self._loop = None
 
     @property
-    def is_open(self) -> bool:
-        return self._open
-
-    @property
     def evicted(self) -> bool:
         return self._evicted
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Literal
+from typing import Protocol
 
 from prometheus_client import (
     REGISTRY,
@@ -27,127 +26,83 @@ from prometheus_client.registry import Collector
 from schemas.names import TIERS
 from service.frames import Ended, Error, Head, Pressure, Timing, Usage
 from service.settings import Settings
-from service.telemetry.names import METRIC_PREFIX
-
-# Buckets advised by the generative AI conventions, in seconds; the long ones go on doubling, since batch jobs wait.
-FIRST_TOKEN_S = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    30.0,
-    120.0,
+from service.telemetry.families import (
+    BACKLOG,
+    CANCELS,
+    COMMIT_FAILURES,
+    COMMITS,
+    COMPLETE,
+    CONTEXT,
+    DEAD_LETTERS,
+    DEFERRED,
+    DELIVERY,
+    DELIVERY_UP,
+    DUPLICATES,
+    DURATION,
+    ENGINE_FIRST_TOKEN,
+    ENGINE_INFO,
+    ENGINE_RUNNING,
+    ENGINE_WAITING,
+    ERRORS,
+    FIRST_TOKEN,
+    HELD,
+    JOBS,
+    KV_BLOCK,
+    KV_TOKENS,
+    KV_USAGE,
+    LAG,
+    LEASE,
+    LOOP_LAG,
+    OLDEST,
+    PARTITIONS,
+    PER_TOKEN,
+    PREEMPTIONS,
+    QUEUED,
+    REBALANCES,
+    REBUILDS,
+    RECEIVED,
+    REPLY_BYTES,
+    REPLY_CHUNKS,
+    RESTARTS,
+    RUNNING,
+    SCHEDULER_SECONDS,
+    SLOTS,
+    SPILLED,
+    STEP_AGE,
+    STORED,
+    TENANT_RUNNING,
+    TENANT_SHARE,
+    TENANT_WAITING,
+    TENANTS_REFUSED,
+    TIMED,
+    TOKENS,
+    UNACKNOWLEDGED,
+    UNFINISHED,
+    UNVERIFIED,
+    WAITING,
+    WAITS,
+    Family,
 )
-PER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
-DURATION_S = tuple(0.01 * 2**k for k in range(18))  # 0.01, 0.02 … 81.92 … 1310.72
-LAG_S = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 10.0)
 
+WAIT_REASONS = ("capacity", "quota", "order", "not_before", "engine")
 OTHER = "other"  # the tenant label of everybody who is not on the allow list
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One metric as the documentation shows it."""
-
-    name: str  # without prefix and without `_total`
-    kind: Literal["counter", "gauge", "histogram"]
-    help: str
-    labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
+class EngineReport(Protocol):
+    """What an engine said of itself when it had started (service/engine/protocol.py: Capacity)."""
 
     @property
-    def full_name(self) -> str:
-        return f"{METRIC_PREFIX}_{self.name}" + ("_total" if self.kind == "counter" else "")
-
-
-_JOB = ("tier", "model", "tenant")
-JOBS = Family("jobs", "counter", "Attempts that ended, by outcome", ("outcome", *_JOB))
-COMPLETE = Family("jobs_complete", "counter", "Records of which everything is acknowledged, by outcome", ("outcome",))
-ERRORS = Family("job_errors", "counter", "Attempts that ended with an error, by its code", ("code", "tier"))
-TOKENS = Family("tokens", "counter", "Tokens by type: input, cached (part of input), output", ("type", *_JOB))
-FIRST_TOKEN = Family(
-    "first_token_seconds", "histogram", "From the record's receipt to the first token", _JOB, FIRST_TOKEN_S
-)
-ENGINE_FIRST_TOKEN = Family(
-    "engine_first_token_seconds",
-    "histogram",
-    "From the engine's acceptance to the first token",
-    ("model",),
-    FIRST_TOKEN_S,
-)
-PER_TOKEN = Family(
-    "time_per_output_token_seconds", "histogram", "Per token after the first; completed only", ("model",), PER_TOKEN_S
-)
-BACKLOG = Family(
-    "backlog_seconds", "histogram", "From the broker's append to the record's receipt", ("tier",), DURATION_S
-)
-QUEUED = Family("queue_seconds", "histogram", "From receipt to the scheduler's pick", ("tier",), DURATION_S)
-DURATION = Family(
-    "job_duration_seconds", "histogram", "From receipt to the attempt's end", ("outcome", "tier", "model"), DURATION_S
-)
-REPLY_BYTES = Family("reply_bytes", "counter", "Bytes of acknowledged reply events")
-REPLY_CHUNKS = Family("reply_chunks", "counter", "Acknowledged chunk events")
-STORED = Family("outputs_stored", "counter", "Outputs that went to the object store")
-DEAD_LETTERS = Family("dead_letters", "counter", "Records written to the dead-letter topic, by code", ("code",))
-DUPLICATES = Family(
-    "duplicates",
-    "counter",
-    "Further records of a job: answered from the first, dropped (the same record), conflict, run_again",
-    ("outcome",),
-)
-DEFERRED = Family("deferred", "counter", "Jobs moved to the deferred topic until they are due")
-CANCELS = Family("cancels", "counter", "Jobs that a cancel ended, by where it met them", ("stage",))
-DELIVERY = Family("delivery_events", "counter", "What the delivery process counted, by event", ("event",))
-LOOP_LAG = Family("event_loop_lag_seconds", "histogram", "How late the worker's event loop runs its timers", (), LAG_S)
-
-RUNNING = Family("jobs_running", "gauge", "Jobs that hold a place at the engine until their terminal is acknowledged")
-WAITING = Family("jobs_waiting", "gauge", "Jobs received and not yet admitted to the engine")
-TIMED = Family("jobs_timed", "gauge", "Jobs on the deferred topic whose time has not come")
-OLDEST = Family("oldest_waiting_seconds", "gauge", "Age of the longest-waiting job", ("tier",))
-HELD = Family("admission_held", "gauge", "1 while nothing is admitted for this reason", ("reason",))
-ENGINE_RUNNING = Family("engine_running", "gauge", "Sequences in the engine's batch")
-ENGINE_WAITING = Family("engine_waiting", "gauge", "Requests in the engine's own queue")
-KV_USAGE = Family("engine_kv_usage_ratio", "gauge", "Share of the KV cache in use, 0 to 1")
-STEP_AGE = Family("engine_step_age_seconds", "gauge", "Time since the engine's last step; of interest while it runs")
-REBUILDS = Family("engine_rebuilds", "counter", "Engines rebuilt after a death or a hang")
-RECEIVED = Family("records_received", "counter", "Records read from the jobs topics, those that were not new included")
-PARTITIONS = Family("partitions_assigned", "gauge", "Partitions of the jobs topics assigned to this worker")
-LAG = Family(
-    "ledger_lag_records", "gauge", "Records between the watermark and the newest received", ("topic", "partition")
-)
-UNFINISHED = Family("ledger_unfinished_records", "gauge", "Received and not complete", ("topic", "partition"))
-COMMITS = Family("commits", "counter", "Successful offset commits")
-COMMIT_FAILURES = Family("commit_failures", "counter", "Failed offset commits")
-REBALANCES = Family("rebalances", "counter", "Assignments received from the consumer group")
-LEASE = Family(
-    "lease_left_seconds", "gauge", "How long jobs may still be ended without a further commit; <= 0: not at all"
-)
-UNACKNOWLEDGED = Family("unacknowledged_bytes", "gauge", "Output not yet acknowledged by broker or store")
-DELIVERY_UP = Family("delivery_up", "gauge", "1 while the delivery process runs")
-RESTARTS = Family("delivery_restarts", "counter", "Delivery processes started after the first")
-
-FED = (
-    *(JOBS, COMPLETE, ERRORS, TOKENS, FIRST_TOKEN, ENGINE_FIRST_TOKEN, PER_TOKEN, BACKLOG, QUEUED, DURATION),
-    *(REPLY_BYTES, REPLY_CHUNKS, STORED, DEAD_LETTERS, DUPLICATES, DEFERRED, CANCELS),
-    *(DELIVERY, LOOP_LAG, UNACKNOWLEDGED),
-)
-READ = (
-    *(RUNNING, WAITING, TIMED, OLDEST, HELD, ENGINE_RUNNING, ENGINE_WAITING, KV_USAGE, STEP_AGE, REBUILDS),
-    *(RECEIVED, PARTITIONS, LAG, UNFINISHED, COMMITS, COMMIT_FAILURES, REBALANCES, LEASE, DELIVERY_UP, RESTARTS),
-)
-FAMILIES = (*FED, *READ)
+    def max_model_len(self) -> int: ...
+    @property
+    def max_num_seqs(self) -> int: ...
+    @property
+    def kv_tokens(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def version(self) -> str: ...
 
 
 @dataclass(slots=True)
@@ -158,13 +113,19 @@ class Readings:
     waiting: int = 0
     timed: int = 0
     oldest: Mapping[str, float] = field(default_factory=dict)  # tier → seconds
+    waits: Mapping[str, int] = field(default_factory=dict)  # reason → jobs
+    standings: Iterable[tuple[str, str, int, int, float]] = ()  # tier, tenant, running, waiting, share due to it
+    scheduler_seconds: float = 0.0
     holds: Iterable[str] = ()  # reasons why nothing is admitted
     engine_running: int = 0
     engine_waiting: int = 0
     kv_usage: float = 0.0  # 0..1
+    preemptions: int = 0
+    capacity: EngineReport | None = None  # None until the engine has started
     step_age: float = 0.0  # seconds
     rebuilds: int = 0
     received: int = 0  # records
+    tenants_refused: int = 0
     partitions: Mapping[tuple[str, int], tuple[int, int]] = field(default_factory=dict)  # → (lag, unfinished) records
     commits: int = 0
     commit_failures: int = 0
@@ -214,12 +175,14 @@ class Metrics:
         self._dead_letters = self._counter(DEAD_LETTERS)
         self._duplicates = self._counter(DUPLICATES)
         self._deferred = self._counter(DEFERRED)
+        self._spilled = self._counter(SPILLED)
         self._cancels = self._counter(CANCELS)
+        self._unverified = self._counter(UNVERIFIED)
         self._delivery = self._counter(DELIVERY)
         self._loop_lag = self._histogram(LOOP_LAG)
         self._unacknowledged = self._gauge(UNACKNOWLEDGED)
         self._series: dict[tuple[str, str, str, str], _Series] = {}
-        self._readings = _ReadingsCollector()
+        self._readings = _ReadingsCollector(self._tenants)
         self.registry.register(self._readings)
 
     # -- once per job
@@ -268,12 +231,20 @@ class Metrics:
     def deferred(self) -> None:
         self._deferred.inc()
 
+    def spilled(self, reason: str) -> None:
+        """`reason`: full, spread or model."""
+        self._spilled.labels(reason).inc()
+
     def duplicate(self, outcome: str) -> None:
         self._duplicates.labels(outcome).inc()
 
     def cancel(self, stage: str) -> None:
         """`stage`: admission, waiting or running."""
         self._cancels.labels(stage).inc()
+
+    def unverified(self, record: str, reason: str) -> None:
+        """`record`: job or cancel, whose sender is not believed for this reason."""
+        self._unverified.labels(record, reason).inc()
 
     # -- on a timer
 
@@ -322,8 +293,9 @@ class Metrics:
 class _ReadingsCollector(Collector):
     """Shows the last `Readings`."""
 
-    def __init__(self) -> None:
+    def __init__(self, tenants: frozenset[str]) -> None:
         self.now = Readings()
+        self._named = tenants
         self._holds: set[str] = set()  # reasons seen so far: shown as 0 when they are over
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
@@ -332,15 +304,21 @@ class _ReadingsCollector(Collector):
         held = frozenset(now.holds)
         yield _plain(RUNNING, now.running)
         yield _plain(WAITING, now.waiting)
+        yield _labelled(WAITS, (((reason,), float(now.waits.get(reason, 0))) for reason in WAIT_REASONS))
+        yield from _by_tenant(now.standings, self._named)
+        yield _plain(SCHEDULER_SECONDS, now.scheduler_seconds)
         yield _plain(TIMED, now.timed)
         yield _labelled(OLDEST, (((tier,), now.oldest.get(tier, 0.0)) for tier in TIERS))
         yield _labelled(HELD, (((reason,), float(reason in held)) for reason in sorted(self._holds)))
         yield _plain(ENGINE_RUNNING, now.engine_running)
         yield _plain(ENGINE_WAITING, now.engine_waiting)
         yield _plain(KV_USAGE, now.kv_usage)
+        yield _plain(PREEMPTIONS, now.preemptions)
+        yield from _engine(now.capacity)
         yield _plain(STEP_AGE, now.step_age)
         yield _plain(REBUILDS, now.rebuilds)
         yield _plain(RECEIVED, now.received)
+        yield _plain(TENANTS_REFUSED, now.tenants_refused)
         yield _plain(PARTITIONS, len(now.partitions))
         places = [((topic, str(number)), counts) for (topic, number), counts in sorted(now.partitions.items())]
         yield _labelled(LAG, ((place, float(lag)) for place, (lag, _) in places))
@@ -351,6 +329,27 @@ class _ReadingsCollector(Collector):
         yield _plain(LEASE, now.lease_left)
         yield _plain(DELIVERY_UP, float(now.delivery_up))
         yield _plain(RESTARTS, now.delivery_restarts)
+
+
+def _by_tenant(
+    standings: Iterable[tuple[str, str, int, int, float]], named: frozenset[str]
+) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    """Tenants that are not named count together."""
+    totals: dict[tuple[str, str], list[float]] = {}
+    for tier, tenant, *figures in standings:
+        sums = totals.setdefault((tier, tenant if tenant in named else OTHER), [0.0, 0.0, 0.0])
+        for place, figure in enumerate(figures):
+            sums[place] += figure
+    for place, family in enumerate((TENANT_RUNNING, TENANT_WAITING, TENANT_SHARE)):
+        yield _labelled(family, ((labels, sums[place]) for labels, sums in sorted(totals.items())))
+
+
+def _engine(report: EngineReport | None) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    """No samples before the engine's first start: a zero would be a report too."""
+    gauges = ((KV_TOKENS, "kv_tokens"), (KV_BLOCK, "block_size"), (CONTEXT, "max_model_len"), (SLOTS, "max_num_seqs"))
+    for family, name in gauges:
+        yield _labelled(family, () if report is None else (((), float(getattr(report, name))),))
+    yield _labelled(ENGINE_INFO, () if report is None else (((report.model, report.version), 1.0),))
 
 
 def _plain(family: Family, value: float) -> GaugeMetricFamily | CounterMetricFamily:
@@ -365,11 +364,3 @@ def _labelled(
     for labels, value in samples:
         metric.add_metric(labels, value)
     return metric
-
-
-def table() -> str:
-    """The families as the Markdown table of docs/operations.md."""
-    rows = (
-        f"| `{family.full_name}` | {family.kind} | {', '.join(family.labels)} | {family.help} |" for family in FAMILIES
-    )
-    return "\n".join(chain(("| metric | kind | labels | says |", "| --- | --- | --- | --- |"), rows))

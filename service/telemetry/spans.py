@@ -26,10 +26,10 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 from opentelemetry.util.types import AttributeValue
 
 from schemas.names import CHAT, COMPLETIONS, H_BAGGAGE, group_id
-from service.frames import End, Head, Open
+from service.frames import End, Head, Open, Unanswered
 from service.settings import Settings
 from service.telemetry import names
-from service.telemetry.propagation import Remote, parse_baggage, remote, span_id, trace_ids
+from service.telemetry.propagation import Remote, own_trace, parse_baggage, remote, span_id, trace_ids
 
 _OPERATION = {CHAT: names.CHAT, COMPLETIONS: names.TEXT_COMPLETION}
 _RESPONSE_PREFIX = {CHAT: "chatcmpl-", COMPLETIONS: "cmpl-"}
@@ -137,6 +137,39 @@ class JobSpans:
         if sends.first is not None:
             self._send(attempt, head, sends)
         return attempt.spans
+
+    def unanswered(self, record: Unanswered) -> ReadableSpan:
+        """The one span of a record about which nobody is told: who published it finds it in the trace."""
+        origin = f"{record.topic}/{record.partition}/{record.offset}"
+        publisher = remote(record.trace)
+        if publisher is not None:
+            trace_hex = f"{publisher.trace_id:032x}"
+        else:
+            trace_hex = own_trace(record.tenant, record.job_id, 0, origin, record.code)
+        attempt = _Attempt(self, "", trace_hex, publisher)
+        attempt.within = (min(record.broker_time, record.at), record.at)
+        attributes: Attributes = {
+            names.MESSAGING_SYSTEM: "kafka",
+            names.MESSAGING_OPERATION_NAME: "process",
+            names.MESSAGING_OPERATION_TYPE: "process",
+            names.MESSAGING_DESTINATION: record.topic,
+            names.MESSAGING_PARTITION: str(record.partition),
+            names.MESSAGING_OFFSET: record.offset,
+            names.MESSAGING_CLIENT: self._worker,
+            names.ORIGIN: origin,
+            names.OUTCOME: "refused",
+        }
+        attributes |= {name: text for name, text in ((names.TENANT, record.tenant), (names.JOB, record.job_id)) if text}
+        attempt.add(
+            f"{names.PROCESS} {record.topic}",
+            attempt.within,
+            attributes,
+            kind=SpanKind.CONSUMER,
+            hex_id=span_id(trace_hex, origin),
+            links=[] if attempt.parent is None else [Link(attempt.parent, {names.LINK: "publisher"})],
+            error=record.code,
+        )
+        return attempt.spans[0]
 
     def _process_attributes(
         self, opened: Open, end: End, sends: SendSummary, kept: str, error: str | None

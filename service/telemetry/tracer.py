@@ -18,7 +18,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from service.frames import End, Head, Open
+from service.frames import End, Head, Open, Unanswered
 from service.settings import Settings
 from service.telemetry.propagation import SAMPLED, format_traceparent, trace_ids
 from service.telemetry.sampling import keep, likely
@@ -48,7 +48,7 @@ class JobTracer:
     def __init__(self, settings: Settings, exporter: SpanExporter | None = None) -> None:
         self._settings = settings.telemetry
         self._former: OrderedDict[str, Former] = OrderedDict()  # origin → the attempt that was abandoned last
-        self._queue: deque[_Attempt] = deque(maxlen=QUEUE_JOBS)
+        self._queue: deque[_Attempt | Unanswered] = deque(maxlen=QUEUE_JOBS)
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._dropped_jobs = 0  # written by the loop only
@@ -82,6 +82,14 @@ class JobTracer:
         self._queue.append(_Attempt(opened, end, sends, store, former, kept))
         if len(self._queue) >= BATCH_JOBS:
             self._wake.set()
+
+    def unanswered(self, record: Unanswered) -> None:
+        """A record was refused and nobody is told. Always kept. Never waits, never raises for what it is given."""
+        if self._thread is None:
+            return
+        if len(self._queue) == QUEUE_JOBS:
+            self._dropped_jobs += 1
+        self._queue.append(record)
 
     def traceparent(self, head: Head, attempt: str) -> str:
         """The context of an attempt's process span, for headers of its replies."""
@@ -152,10 +160,15 @@ class JobTracer:
             except IndexError:
                 break
             try:
-                spans += self._spans.build(*job[:4], former=job.former, kept=job.kept)
+                if isinstance(job, Unanswered):
+                    spans.append(self._spans.unanswered(job))
+                else:
+                    spans += self._spans.build(*job[:4], former=job.former, kept=job.kept)
             except Exception:
                 self._failed += 1
-                log.exception("no spans for attempt %s", job.opened.attempt)
+                log.exception(
+                    "no spans for %s", "a refused record" if isinstance(job, Unanswered) else job.opened.attempt
+                )
             # Hands the interpreter back to the loop between jobs, instead of after the 5 ms that it would wait.
             time.sleep(0)
         return spans

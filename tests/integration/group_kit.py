@@ -207,12 +207,12 @@ async def member(options: dict[str, Any]) -> None:
         print(json.dumps({"event": event, "place": place and list(place), **more}), flush=True)
 
     worker = Worker(
-        settings_for(options["pool"], options["bootstrap"]),
+        settings_for(options["pool"], options["bootstrap"], instance=options.get("instance", "")),
         job_s=lambda record: None if json.loads(record.value or b"{}").get("hold") else 0.0,
         tell=tell,
     )
     await worker.start()
-    tell("joined")
+    tell("joined", numbers=sorted({number for _, number in worker.consumer.assignment}))
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

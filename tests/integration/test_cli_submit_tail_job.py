@@ -75,7 +75,7 @@ def a_job(wire: Double, **more: Any) -> str:
 async def test_submit_streams_the_answer_and_tells_the_summary_beside_it(wire: Double) -> None:
     code, out, err = await call(wire, "submit", "-", "--max-tokens", "8", stdin=a_job(wire, id="s-1"))
     assert (code, out) == (0, "Hello world\n"), err
-    assert "s-1" in err and "3 + 2 tokens" in err
+    assert err.startswith("[job s-1 of globex]\n") and "3 + 2 tokens" in err
     job = await wire.jobs.get()
     assert job.fields["tenant"] == "globex" and job.fields["body"]["max_tokens"] == 8 and job.fields["body"]["model"]
 
@@ -86,6 +86,21 @@ async def test_submit_in_json_ends_with_the_whole_event(wire: Double) -> None:
     assert code == 0 and told["type"] == "completed" and told["metadata"] == {"k": "v"}
     assert told["response"]["choices"][0]["message"]["content"] == "Hello world"
     assert (await wire.jobs.get()).fields["reply"]["stream"] is False
+
+
+async def test_submit_in_json_tells_the_trace_of_the_attempt(wire: Double) -> None:
+    async def traced(job: Job) -> None:
+        await job.started(trace_id="f" * 32)
+        await job.completed("x")
+
+    wire.script = traced
+    code, out, _ = await call(wire, "submit", "--json", stdin=a_job(wire))
+    assert code == 0 and orjson.loads(out.splitlines()[-1])["trace_id"] == "f" * 32
+
+
+async def test_submit_takes_a_body_as_its_argument(wire: Double) -> None:
+    code, out, err = await call(wire, "submit", a_job(wire, id="arg-1"))
+    assert (code, out) == (0, "Hello world\n"), err
 
 
 async def test_a_restarted_attempt_prints_its_text_anew(wire: Double) -> None:
@@ -168,6 +183,25 @@ async def test_tail_follows_a_job_that_is_still_running(wire: Double) -> None:
     assert orjson.loads(await asyncio.wait_for(tailing.stdout.readline(), LIMIT_S))["type"] == "failed"
     assert await asyncio.wait_for(tailing.wait(), 15) == 1
     assert (await submitting)[0] == 1
+
+
+async def test_an_id_conflict_on_another_partition_makes_no_difference(wire: Double) -> None:
+    """Whichever partition answers first, `tail` and `job` tell the same end."""
+
+    async def both(job: Job) -> None:
+        await ordinary(job)
+        job.fields["reply"]["partition"] = (job.fields["reply"]["partition"] + 1) % 3
+        await asyncio.sleep(0.02)  # a later millisecond
+        await job.event("failed", "B", error={"code": "id_conflict", "message": "no", "retriable": False})
+
+    wire.script = both
+    for n in range(3):
+        await call(wire, "submit", stdin=a_job(wire, id=f"c-{n}"))
+        code, out, err = await call(wire, "tail", f"c-{n}", "--topic", wire.replies, "--json")
+        ends = [one["type"] for one in map(orjson.loads, out.splitlines()) if one["step"] == "end"]
+        assert (code, ends) == (0, ["completed"]), (out, err)
+        code, out, _ = await call(wire, "job", f"c-{n}", "--topic", wire.replies, "--json")
+        assert (code, orjson.loads(out)["state"]) == (0, "completed")
 
 
 async def test_job_tells_the_state_and_where_the_time_went(wire: Double) -> None:

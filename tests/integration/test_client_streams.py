@@ -289,7 +289,8 @@ async def test_missing_topics_are_named(wire: Double) -> None:
     with pytest.raises(UnknownTopic, match="no-such-topic"):
         async with Client(wire.bootstrap, reply_topic="no-such-topic"):
             pass
-    async with Client(wire.bootstrap, tenant="acme", pool="no-such-pool", reply_topic=wire.replies) as client:
+    named = {"pool": "no-such-pool", "tier": "standard"}
+    async with Client(wire.bootstrap, tenant="acme", reply_topic=wire.replies, **named) as client:
         began = time.monotonic()
         with pytest.raises(UnknownTopic, match=r"inference\.no-such-pool\.jobs\.standard"):
             await client.publish(BODY)

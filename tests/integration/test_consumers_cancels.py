@@ -10,7 +10,8 @@ import orjson
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from consumers.cancels import CancelReader, CancelsUnread
+from consumers.cancels import CancelReader
+from consumers.follower import TopicUnread
 from schemas.names import CANCEL
 from schemas.records import cancel_key
 from service.cancels import Wish
@@ -87,5 +88,5 @@ async def test_what_is_no_cancel_is_passed_over(simulated: SimulatedPool, produc
 
 async def test_a_worker_that_cannot_read_the_cancels_does_not_start(stack: TestStack) -> None:
     reader = CancelReader(KafkaSettings(bootstrap="127.0.0.1:9"), lambda wishes: None)
-    with pytest.raises(CancelsUnread):
+    with pytest.raises(TopicUnread):
         await reader.start(timeout_s=0.5)

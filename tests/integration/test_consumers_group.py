@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from aiokafka.record.util import calc_crc32c
 
+from consumers import jobs as room
 from schemas import names
 from service.job import Place, Record, Ticket
 from service.ledger import Book
@@ -143,8 +144,8 @@ async def test_when_one_of_three_is_gone_nothing_moves_between_the_survivors(poo
 class Process:
     """A member in a process of its own."""
 
-    def __init__(self, pool: Pool) -> None:
-        self._options = json.dumps({"pool": pool.name, "bootstrap": pool.bootstrap})
+    def __init__(self, pool: Pool, instance: str = "") -> None:
+        self._options = json.dumps({"pool": pool.name, "bootstrap": pool.bootstrap, "instance": instance})
         self.events: list[dict[str, Any]] = []
 
     async def start(self) -> None:
@@ -344,6 +345,28 @@ async def test_a_record_that_breaks_admission_becomes_poison_and_the_next_ones_g
     await worker.start()
     await until(lambda: len(worker.ended) == 18 and len(worker.poisoned) == 18, "18 poisoned, 18 ended")
     assert all("secret" not in message and "KeyError" in message for _, message in worker.poisoned)
+    assert await worker.stop()
+    assert sum(value.offset for value in (await pool.committed()).values()) == 36
+
+
+async def test_a_record_that_cannot_be_parsed_is_registered_and_becomes_poison(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Registered only later, it would be passed over by the commit, and nobody would ever know of it (R2)."""
+    parse = room.parse
+
+    async def fails(raw: Any) -> Any:
+        if b"torn" in raw.value:
+            raise ValueError("secret input")
+        return await parse(raw)
+
+    monkeypatch.setattr(room, "parse", fails)
+    torn = await pool.publish(18, kind="torn")
+    good = await pool.publish(18)
+    worker = Worker(pool.settings)
+    await worker.start()
+    await until(lambda: len(worker.ended) == len(worker.poisoned) == 18, "18 poisoned, 18 ended")
+    assert {record.place for record, _ in worker.poisoned} == set(torn) and worker.ended == set(good)
     assert await worker.stop()
     assert sum(value.offset for value in (await pool.committed()).values()) == 36
 

@@ -23,7 +23,7 @@ import pytest_asyncio
 from schemas.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Refusal
 from schemas.names import CHAT, COMPLETIONS
 from service.engine import build
-from service.engine.protocol import EngineLost, EngineState, Finished, Overloaded, StartFailure
+from service.engine.protocol import EngineLost, EngineState, EngineStats, Finished, Overloaded, StartFailure
 from service.engine.supervisor import Supervisor
 from service.frames import Delta, Head, Usage
 from service.job import Job, Place, Record, Ticket
@@ -184,6 +184,18 @@ async def engine(stack: TestStack, doomed: subprocess.Popen[bytes]) -> AsyncIter
     yield supervisor
     await supervisor.close()
     assert not engine_processes(os.getpid()), "no process of the engine is left"
+
+
+def test_what_is_read_of_vllms_statistics_is_what_this_vllm_reports() -> None:
+    """Its classes are no stable interface; what it names otherwise would leave our gauges standing still."""
+    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+
+    from service.engine.vllm.stats import StepRecorder
+
+    stats, step = EngineStats(), IterationStats()
+    step.num_preempted_reqs, step.num_generation_tokens = 2, 3
+    StepRecorder(stats).record(SchedulerStats(num_running_reqs=4, num_waiting_reqs=5, kv_cache_usage=0.5), step)
+    assert (stats.preemptions, stats.generated, stats.running, stats.waiting, stats.kv_usage) == (2, 3, 4, 5, 0.5)
 
 
 async def test_no_engine_process_outlives_a_kill_9_of_the_worker(

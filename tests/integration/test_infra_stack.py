@@ -308,6 +308,7 @@ async def test_topics_are_applied_as_planned_mended_and_never_resized(up: Stack)
             assert time.monotonic() < deadline
         assert (await topics.apply(other)).created == [small]
         assert await topics.check(other) == []
+        assert await topics.require(other) == 777.777  # what intake makes its horizon of
         again = await topics.apply(other)
         assert (again.created, again.changed, again.findings) == ([], [], [])
     finally:
@@ -346,6 +347,6 @@ def test_the_command_line_says_the_same(up: Stack) -> None:
     assert headrace("topics", "check") == (0, {"ok": True, "findings": []})
     code, said = headrace("topics", "check", "--partitions", "48")
     assert code == 1 and len(said["findings"]) == 6  # type: ignore[arg-type]
-    assert headrace("down") == (0, {"ok": True, "stopped": ["kafka", "store", "zipkin", "collector"]})
+    assert headrace("down") == (0, {"ok": True, "stopped": ["kafka", "store", "zipkin", "collector"], "workers": []})
     code, said = headrace("status")
     assert code == 1 and said["environment"] == {}

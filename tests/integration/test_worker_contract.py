@@ -19,6 +19,7 @@ from schemas.names import COMPLETIONS, EMBEDDINGS, USAGE
 from service.cli.process import WorkerProcess
 from service.settings import StoreSettings
 from service.store import Store
+from tests.integration.command_kit import told
 from tests.integration.conftest import TestStack
 from tests.integration.delivery_kit import until
 from tests.integration.worker_kit import MODEL, Fleet, Wire, check_numbering, job, new_id, text_of
@@ -346,6 +347,16 @@ async def test_the_worker_tells_its_health_and_its_figures(wire: Wire, worker: W
     metrics = get("/metrics")[1]
     assert "headrace_" in metrics and "vllm:" in metrics
     assert json.loads(get("/schema/asyncapi")[1])["asyncapi"].startswith("3")
+
+
+async def test_the_operators_commands_agree_with_the_running_engine(stack: TestStack, worker: WorkerProcess) -> None:
+    model = ("--model", str(stack.model), "--kv-cache", "1", "--max-num-seqs", "32")
+    code, found = await told(stack.bootstrap, "default", "capacity", *model, "--worker", worker.url)
+    assert code == 0 and found["agree"] is True and found["warnings"] == []
+    assert found["engine"]["kv_tokens"] == found["formula"]["kv_tokens"] == 46_592  # 364 blocks of 128 in 1 GiB
+    code, found = await told(stack.bootstrap, "default", "selftest", "cache-isolation")
+    assert code == 0 and [check["name"] for check in found["checks"] if not check["ok"]] == []
+    assert [check["name"] for check in found["checks"]].count("isolated") == 4
 
 
 async def test_one_trace_leads_from_publisher_to_reply(stack: TestStack, wire: Wire) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
+from service.cards import alive
 from service.cli.process import WorkerProcess, WorkerStopped
 from tests.integration.conftest import TestStack
 from tests.integration.worker_kit import environment
@@ -41,3 +43,11 @@ async def test_an_invalid_registry(stack: TestStack, tmp_path: Path) -> None:
     registry.write_text("tenants: [{id: acme, weigth: 2}]")
     code, line = await refused(stack, tmp_path, HEADRACE_TENANTS_FILE=str(registry), HEADRACE_ENGINE__KIND="simulated")
     assert code == 1 and "weigth" in line
+
+
+async def test_a_pool_without_topics_is_told_at_once_and_nothing_stays(stack: TestStack, tmp_path: Path) -> None:
+    began = time.monotonic()
+    code, line = await refused(stack, tmp_path, HEADRACE_POOL="nope", HEADRACE_ENGINE__KIND="simulated")
+    assert code == 1 and "inference.nope.jobs.standard" in line and line.endswith("headrace topics apply --pool nope")
+    assert time.monotonic() - began < 20, "the delivery process would have waited 30 s for its topics"
+    assert alive(tmp_path) == []

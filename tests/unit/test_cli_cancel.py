@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from service.cli import build
@@ -11,7 +12,6 @@ from service.cli import build
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["x"],
         ["--tenant", "acme"],
         ["--all"],
         ["x", "--tenant", "acme", "--all"],
@@ -21,3 +21,15 @@ from service.cli import build
 )
 def test_a_wish_that_names_too_little_or_too_much_is_wrong_usage(arguments: list[str]) -> None:
     assert CliRunner().invoke(build(), ["cancel", *arguments]).exit_code == 2
+
+
+def test_a_single_job_is_of_the_tenant_that_submit_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def options(_: object, tenant: str, *__: object) -> dict[str, str]:
+        asked.append(tenant)
+        raise typer.BadParameter("far enough")
+
+    monkeypatch.setattr("service.cli.session.client_options", options)
+    CliRunner().invoke(build(), ["cancel", "x", "--bootstrap", "127.0.0.1:9"])
+    assert asked == ["acme"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,44 +14,48 @@ from schemas.names import CHAT, COMPLETIONS, EMBEDDINGS
 from service.cli import session
 from service.cli.job import Account, as_json, bars, stages
 from service.cli.submit import read_job, summary
-from service.cli.tail import content, line
+from service.cli.tail import _judge, content, line
+from service.cli.topic_log import TopicLog
 
 
 @pytest.mark.parametrize(
-    ("text", "endpoint", "literal", "made"),
+    ("text", "endpoint", "made"),
     [
-        ("hi", None, True, {"endpoint": CHAT, "body": {"messages": [{"role": "user", "content": "hi"}]}}),
-        ("hi\n", "completions", False, {"endpoint": COMPLETIONS, "body": {"prompt": "hi"}}),
-        ("hi", "embeddings", True, {"endpoint": EMBEDDINGS, "body": {"input": "hi"}}),
-        ('{"a": 1}', None, True, {"endpoint": CHAT, "body": {"messages": [{"role": "user", "content": '{"a": 1}'}]}}),
-        ('{"messages": []}', None, False, {"endpoint": CHAT, "body": {"messages": []}}),
-        ('{"prompt": "x"}', None, False, {"endpoint": COMPLETIONS, "body": {"prompt": "x"}}),
-        ('{"input": "x", "body": {"input": "x"}, "endpoint": "/v1/embeddings"}', None, False, None),
+        ("hi", None, {"endpoint": CHAT, "body": {"messages": [{"role": "user", "content": "hi"}]}}),
+        ("hi\n", "completions", {"endpoint": COMPLETIONS, "body": {"prompt": "hi"}}),
+        ("hi", "embeddings", {"endpoint": EMBEDDINGS, "body": {"input": "hi"}}),
+        ('{"messages": []}', None, {"endpoint": CHAT, "body": {"messages": []}}),
+        (' {"prompt": "x"}', None, {"endpoint": COMPLETIONS, "body": {"prompt": "x"}}),
+        ('{"input": "x", "body": {"input": "x"}, "endpoint": "/v1/embeddings"}', None, None),
         (
             '{"schema_version": 1, "id": "j", "tenant": "t", "body": {"prompt": "x"}, "endpoint": "/v1/completions"}',
             None,
-            False,
             {"id": "j", "tenant": "t", "endpoint": COMPLETIONS, "body": {"prompt": "x"}},
         ),
     ],
 )
-def test_prompts_bodies_and_jobs_are_told_apart(
-    text: str, endpoint: str | None, literal: bool, made: dict[str, Any] | None
-) -> None:
+def test_prompts_bodies_and_jobs_are_told_apart(text: str, endpoint: str | None, made: dict[str, Any] | None) -> None:
     if made is None:
         with pytest.raises(typer.BadParameter, match="blob reference"):
-            read_job(text, endpoint=endpoint, literal=literal)
+            read_job(text, endpoint=endpoint)
         return
-    assert read_job(text, endpoint=endpoint, literal=literal) == made
+    assert read_job(text, endpoint=endpoint) == made
 
 
 @pytest.mark.parametrize(
     ("text", "names"),
-    [("", "empty"), ("{not json", "JSON"), ('{"body": {}, "tennant": "x"}', "tennant"), ('{"body": 3}', "objects")],
+    [
+        ("", "empty"),
+        ("{not json", "looks like JSON, but is not: .*; a prompt that begins with { goes through -f with a body"),
+        ('{"prompt": "a"}\n{"prompt": "b"}\n', 'one job a file; for many see docs/client.md "Many jobs"'),
+        ('{"prompt": "a"} and so on', "looks like JSON"),
+        ('{"body": {}, "tennant": "x"}', "tennant"),
+        ('{"body": 3}', "objects"),
+    ],
 )
 def test_wrong_input_is_wrong_usage(text: str, names: str) -> None:
     with pytest.raises(typer.BadParameter, match=names):
-        read_job(text, endpoint=None, literal=False)
+        read_job(text, endpoint=None)
 
 
 def test_spans_of_time() -> None:
@@ -116,7 +121,7 @@ def account(*events: dict[str, Any]) -> Account:
     return made
 
 
-CHUNK = {"offset": 0, "tokens": 2, "chunk": {}}
+CHUNK: dict[str, Any] = {"offset": 0, "tokens": 2, "chunk": {}}
 
 
 def test_an_account_follows_the_rules_for_readers() -> None:
@@ -165,3 +170,36 @@ def test_the_summary_names_the_store_when_the_output_lies_there() -> None:
     result = Result.of({**event("completed"), "output": ref, "usage": usage}, ("r", 0, 0))
     told = summary(result, 1.5, 0.25)
     assert "3 + 4 tokens" in told and "2 cached" in told and "250 ms" in told and "outputs/k" in told
+    again = Result.of({**event("completed"), "duplicate": True, "usage": usage}, ("r", 0, 0))
+    assert "earlier record" in summary(again, 1.5, None) and "earlier record" not in told
+
+
+CONFLICT: dict[str, Any] = {"error": {"code": "id_conflict", "message": "no", "retriable": False}}
+
+
+def test_an_id_conflict_ends_nothing_once_an_attempt_has_begun() -> None:
+    one = account(event("started"), event("failed", "B", **CONFLICT), event("completed", seq=1))
+    assert (one.state, one.place) == ("completed", ("r", 1, 2))
+    assert account(event("failed", "B", **CONFLICT)).state == "failed"
+    readers: dict[tuple[str, str], Any] = {}
+    steps = [_judge(readers, each) for each in (event("started"), event("failed", "B", **CONFLICT))]
+    assert steps == [Step.STARTED, Step.IGNORED]
+
+
+async def test_a_jobs_records_come_in_the_order_of_time_and_of_each_partition() -> None:
+    def at(partition: int, offset: int, timestamp: int, key: bytes = b"j") -> Any:
+        return SimpleNamespace(topic="r", partition=partition, offset=offset, timestamp=timestamp, key=key)
+
+    one, two = [at(1, 0, 5), at(1, 1, 9)], [at(2, 0, 3), at(2, 1, 2), at(2, 2, 7), at(2, 3, 1, b"other")]
+
+    class Log(TopicLog):
+        answers: Sequence[Any] = ()
+
+        async def read(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+            for record in self.answers:
+                yield record
+
+    log = Log("nowhere")
+    for log.answers in ([*one, *two], [*two, *one]):
+        found = [(record.partition, record.offset) for record in await log.job("j", [], since_s=1.0)]
+        assert found == [(2, 0), (2, 1), (1, 0), (2, 2), (1, 1)]

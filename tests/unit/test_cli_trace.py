@@ -63,6 +63,17 @@ def test_the_waterfall_shows_name_time_and_what_matters() -> None:
     assert max(map(len, drawn(SPANS, 60))) <= 60
 
 
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 160])
+def test_no_duration_is_cut_however_narrow_the_terminal(width: int) -> None:
+    tags = {"headrace.outcome": "completed", "gen_ai.usage.input_tokens": "1234", "gen_ai.usage.output_tokens": "567"}
+    spans = [
+        span(f"process inference.default.jobs.{tier}", str(n), None, n * 33_800, 33_800, tags=tags)
+        for n, tier in enumerate(("standard", "interactive"), 1)
+    ]
+    lines = drawn(spans, width)
+    assert len(lines) == 2 and all("33.8 ms" in line for line in lines) and max(map(len, lines)) <= width
+
+
 def test_a_trace_without_spans_says_so() -> None:
     assert drawn([]) == ["the trace has no spans"]
     assert drawn([{"id": "1", "name": "x"}])[0].startswith("x")

@@ -28,9 +28,10 @@ from client import (
     Unreachable,
 )
 from client.errors import JobCancelled, JobExpired, ended
-from client.record import build, key_of, moment, partition_of
+from client.record import build, moment
 from client.tracing import Sending
 from schemas.job import Job
+from schemas.keys import job_key, partition_of
 
 
 def fields(**more: Any) -> dict[str, Any]:
@@ -53,9 +54,9 @@ def test_a_record_is_a_job_of_the_contract_with_the_tenant_as_key() -> None:
 @pytest.mark.parametrize(
     ("more", "names"),
     [
-        ({"id": "no spaces"}, "id"),
+        ({"id": "no spaces"}, "id: takes 1 to 128 of"),
         ({"tenant": ""}, "tenant"),
-        ({"endpoint": "/v2/chat"}, "endpoint"),
+        ({"endpoint": "/v2/chat"}, "endpoint: takes /v1/chat/completions, "),
         ({"metadata": {"k": "v" * 513}}, "metadata"),
         ({"metadata": {f"k{n}": "" for n in range(17)}}, "metadata"),
         ({"run": -1}, "run"),
@@ -88,8 +89,8 @@ def test_partitions_are_those_of_javas_partitioner() -> None:
     # Values of org.apache.kafka.common.utils.Utils.murmur2 for these strings, from Kafka's own test.
     for key, number in {"21": -973932308, "foobar": -790332482, "a-little-bit-long-string": -985981536}.items():
         assert partition_of(key, 1 << 20) == (number & 0x7FFFFFFF) % (1 << 20)
-    assert key_of("acme", 1, "x") == b"acme"
-    assert key_of("acme", 8, "foobar") == f"acme|{(-790332482 & 0x7FFFFFFF) % 8}".encode()
+    assert job_key("acme", 1, "x") == "acme"
+    assert job_key("acme", 8, "foobar") == f"acme|{(-790332482 & 0x7FFFFFFF) % 8}"
 
 
 def test_a_spread_tenants_conversation_stays_on_one_key() -> None:
@@ -179,17 +180,26 @@ class FlakyProducer:
 async def test_a_failed_send_is_repeated_byte_for_byte_until_it_is_acknowledged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("client.client.RETRY_S", 0.01)
+    monkeypatch.setattr("client.connection.RETRY_S", 0.01)
     client, producer = Client("127.0.0.1:9", publish_timeout_s=5), FlakyProducer(2)
-    client._producer = producer
-    assert await client._send("t", b"k", b"v", {}) == ("t", 1, 7)
+    client._connection._producer = producer
+    assert await client._connection.send("t", b"k", b"v", {}) == ("t", 1, 7)
     assert producer.sent == [("t", b"v")] * 3
 
 
 async def test_a_publication_nobody_acknowledges_is_bounded_and_says_that_repeating_is_safe() -> None:
     client = Client("127.0.0.1:9", publish_timeout_s=0.6)
-    client._producer = FlakyProducer(10**6)
+    client._connection._producer = FlakyProducer(10**6)
     began = time.monotonic()
     with pytest.raises(PublishFailed, match="safe"):
-        await client._send("t", b"k", b"v", {})
+        await client._connection.send("t", b"k", b"v", {})
     assert time.monotonic() - began < 20
+
+
+async def test_text_where_a_body_or_messages_belong_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client("nowhere:1", tenant="acme", model="m")
+    monkeypatch.setattr(client, "_open", lambda: (None, None))
+    with pytest.raises(ValueError, match=r"^body: takes a request body, such as \{.*, not str$"):
+        await client.publish("text")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^messages: takes a list, such as \[.*, not str$"):
+        await client.chat("hello")  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from schemas.names import (
 from service.dead_letters import Filter, Letter, Note, NotReplayable, Spot, as_json, is_note, newest, replay
 from service.delivery.records import dead_headers
 from service.frames import Dead, Head
-from service.intake.intake import digest_of
+from service.intake.reading import digest_of
 from service.job import Place
 from service.telemetry.propagation import parse_traceparent, trace_ids
 

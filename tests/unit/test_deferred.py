@@ -258,7 +258,7 @@ async def test_a_job_that_a_cancel_names_is_not_moved(here: Surroundings) -> Non
 async def test_a_failed_move_is_tried_again_and_the_job_stays_meanwhile(
     here: Surroundings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.deferred.deferral.RETRY_FIRST_S", 0.01)
+    monkeypatch.setattr("service.deferred.relay.RETRY_FIRST_S", 0.01)
     here.failures = [KafkaConnectionError("away"), TimeoutError()]
     one, ticket = here.arrives()
     here.put(one)

@@ -61,6 +61,7 @@ class Producer:
         self.written: list[tuple[str, int, bytes | None, bytes | None]] = []
         self.fail: deque[Exception] = deque()  # the next batches of the reply topic
         self.hold: asyncio.Event | None = None
+        self.held = {REPLIES}  # topics whose batches wait for `hold`
         self.limit = 1 << 30
         self.client = self
 
@@ -69,7 +70,7 @@ class Producer:
 
     async def send_batch(self, batch: Batch, topic: str, *, partition: int) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        if topic == REPLIES and self.hold is not None:
+        if topic in self.held and self.hold is not None:
             await self.hold.wait()
         if any(len(value or b"") > self.limit for _, value, _ in batch.records) and topic == REPLIES:
             future.set_exception(MessageSizeTooLargeError())
@@ -119,6 +120,9 @@ class Tracer:
 
     def ended(self, *what: Any) -> None:
         self.spans.append(what)
+
+    def unanswered(self, record: Any) -> None:
+        self.spans.append((record,))
 
     def traceparent(self, *_: object) -> str:
         return "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
@@ -207,11 +211,27 @@ def test_the_gate_opens_by_lease_and_closes_by_time_or_barrier() -> None:
     assert gate.release(2) and gate.open(1.0)
 
 
-async def test_records_are_written_in_the_order_of_effects(desk: Desk) -> None:
-    dead = Dead(
+def letter() -> Dead:
+    return Dead(
         topic="t", partition=0, offset=1, epoch=1, key=b"k", value=b"v", headers=[], origin="t/0/1", code="x",
         message="m", attempts=1, at=1.0,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("topic", [REPLIES, USAGE, STATUS, DEAD_LETTERS])
+async def test_an_end_is_reported_only_when_each_of_its_records_is_acknowledged(desk: Desk, topic: str) -> None:
+    desk.producer.hold, desk.producer.held = asyncio.Event(), {topic}
+    desk.open(1)
+    desk.send(1, "a")
+    desk.end(1, dead=letter())
+    await desk.still()
+    assert not desk.got(Ended)
+    desk.producer.hold.set()
+    await desk.until(lambda: desk.got(Ended))
+
+
+async def test_records_are_written_in_the_order_of_effects(desk: Desk) -> None:
+    dead = letter()
     desk.open(1, store="always")
     desk.send(1, "a")
     await desk.until(lambda: len(desk.events(1)) == 2)

@@ -130,7 +130,7 @@ def ended(stream: Stream, kind: str = "completed") -> Ended:
 async def test_deltas_go_in_lists_and_the_first_does_not_wait() -> None:
     interval = 0.5
     lists: list[list[Any]] = []
-    handover = Handover(interval, lambda payload: lists.append(wire.to_delivery.decode(payload)))
+    handover = Handover(interval, lambda payload: lists.append(wire.to_delivery.decode(payload)), lambda _: True)
     handover.resume()
     stream = Stream(handover, head(), announce=True, prompt_tokens=1, number=1, record=None)
     begin = time.monotonic()
@@ -299,6 +299,35 @@ async def test_half_surrogates_never_break_a_list(link: Link) -> None:
     assert peer.attempts()["a"][1][0][:2] == ("x😀y\ufffdz\ufffd", 5)
 
 
+@pytest.mark.parametrize("over", ["ended", "released", "released before its list went out"])
+async def test_half_a_pair_is_forgotten_with_its_stream(link: Link, over: str) -> None:
+    stream = open_(link, "a", topic="gone")
+    stream.send([Delta(0, "x\ud83d", 1)])
+    if "before" not in over:
+        await asyncio.sleep(0.03)
+        assert link._handover._carried
+    if over == "ended":
+        end(stream, "cancelled")
+    else:
+        link.release({("gone", stream.head.partition)})
+    await asyncio.sleep(0.03)
+    assert not link._handover._carried  # else every later list would be looked through for it
+
+
+async def test_a_life_that_fails_in_any_way_is_followed_by_another(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(peer: Peer) -> None:
+        peer.listener.heard([Pressure(unacknowledged=0, counters={"connected": 1.0})])
+        if len(Peer.lives) < 4:
+            raise RuntimeError("no event loop, no memory, no luck")
+
+    monkeypatch.setattr(Peer, "start", start)
+    stream = open_(link, "a")
+    end(stream)
+    Peer.lives[0].kill()
+    await until(lambda: len(Peer.lives) == 4 and Peer.lives[3].of(End))
+    assert all(peer.killed for peer in Peer.lives[:3])
+
+
 async def test_stop_ends_the_peer_and_a_later_word_is_harmless(link: Link) -> None:
     stream = open_(link, "a")
     await link.stop(1.0)
@@ -347,7 +376,7 @@ async def test_a_name_is_held_by_one(tmp_path: Path) -> None:
 
 async def test_the_handover_never_writes_without_a_socket() -> None:
     written: list[bytes] = []
-    handover = Handover(0.005, written.append)
+    handover = Handover(0.005, written.append, lambda _: True)
     handover.put(Lease(1.0), urgent=True)
     handover.flush()
     await asyncio.sleep(0.02)

@@ -41,7 +41,7 @@ def test_every_event_and_its_own_fields_are_there() -> None:
 
 
 def test_every_header_a_caller_or_reader_meets_is_there() -> None:
-    between_workers = {names.H_STARTS, names.H_PUBLISHED, names.H_DUE, names.H_JOB}
+    between_workers = {names.H_STARTS, names.H_PUBLISHED, names.H_DUE, names.H_JOB, names.H_HOP, names.H_SEAL}
     for name in (value for key, value in vars(names).items() if key.startswith("H_")):
         assert f"`{name}`" in PAGE or name in between_workers, name
 

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from service.settings import Settings
-from service.telemetry.metrics import FAMILIES
+from service.telemetry.families import FAMILIES
 
 DOCS = Path(__file__).parents[2] / "docs"
 

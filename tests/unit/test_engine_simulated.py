@@ -26,7 +26,9 @@ _numbers = itertools.count()
 def settings_of(**changes: Any) -> Settings:
     settings = Settings()
     quick = {"kind": "simulated", "sim_start_s": 0.0, "sim_step_base_s": 0.0005, "sim_step_per_seq_s": 0.0}
-    settings.engine = settings.engine.model_copy(update={**quick, "sim_step_per_prefill_token_s": 0.0, **changes})
+    exact = {"overfill": 1.0, "reserve": 0.0}  # max_num_seqs is what the engine gets
+    quick |= {"sim_step_per_prefill_token_s": 0.0, **exact}
+    settings.engine = settings.engine.model_copy(update={**quick, **changes})
     return settings
 
 
@@ -201,11 +203,35 @@ async def test_no_more_run_than_there_are_slots_and_the_lower_priority_value_goe
     await engine.close()
 
 
+async def test_cached_tokens_are_reported_and_counted_and_never_cross_a_salt() -> None:
+    engine = build(settings_of(), lambda tenant: f"secret of {tenant}")
+    await engine.start()
+    prompt = "x" * 400 + " and so on"  # 102 tokens: 6 full blocks
+    cached = []
+    for tenant in ("acme", "acme", "globex", "acme"):
+        job = job_of(prompt, max_tokens=2)
+        job.head.tenant = tenant
+        _, end = await ask(engine, job)
+        cached.append(end.usage.cached)
+    assert cached == [0, 96, 0, 96]
+    assert (engine.stats().prefix_queries, engine.stats().prefix_hits) == (4 * 102, 2 * 96)
+    await engine.close()
+
+
+async def test_a_named_profile_takes_the_place_of_the_single_numbers() -> None:
+    engine = build(settings_of(sim_profile="h200-8b", sim_kv_tokens=1), str)
+    assert (await engine.start()).kv_tokens == 829_056
+    begin = time.monotonic()
+    await ask(engine, job_of(max_tokens=20))
+    assert time.monotonic() - begin >= 20 * 0.0045
+    await engine.close()
+
+
 async def test_a_full_kv_cache_preempts_and_still_completes_everyone() -> None:
     engine = await started(sim_kv_tokens=400)
     results = await asyncio.gather(*[ask(engine, job_of("x" * 400, max_tokens=60)) for _ in range(6)])
     assert all(end.usage.completion == 60 for _, end in results)
-    assert engine.stats().preemptions > 0
+    assert engine.stats().preemptions == sum(end.preemptions for _, end in results) > 0
     assert engine.stats().kv_usage == 0.0
     await engine.close()
 

@@ -71,7 +71,10 @@ async def test_a_worker_that_is_well_is_live_and_ready(served: Served) -> None:
     assert await served.get("/livez") == (200, {"live": True, "reason": None})
     status, body = await served.get("/readyz")
     assert status == 200 and body["ready"] and body["worker"] == "w1" and body["partitions"] == 4
-    assert body["checks"] == dict.fromkeys(("worker", "engine", "group", "delivery", "draining"), "ok")
+    assert body["checks"] == dict.fromkeys(
+        ("worker", "engine", "group", "reading", "admission", "delivery", "draining"), "ok"
+    )
+    assert body["paused"] == []
 
 
 @pytest.mark.parametrize(
@@ -81,6 +84,9 @@ async def test_a_worker_that_is_well_is_live_and_ready(served: Served) -> None:
         ({"joined": False}, "group"),
         ({"delivery": False}, "delivery"),
         ({"draining": True}, "draining"),
+        ({"polled": 1.0}, "reading"),  # long ago: the consume loop is dead or stuck
+        ({"held": frozenset({"store"})}, "admission"),
+        ({"held": frozenset({"memory"})}, "admission"),
     ],
 )
 async def test_a_worker_that_would_not_run_a_job_is_live_but_not_ready(
@@ -91,6 +97,12 @@ async def test_a_worker_that_would_not_run_a_job_is_live_but_not_ready(
     assert status == 503 and not body["ready"]
     assert [name for name, said in body["checks"].items() if said != "ok"] == [check]
     assert (await served.get("/livez"))[0] == 200
+
+
+async def test_why_nothing_is_read_is_told_without_being_a_fault(served: Served) -> None:
+    served.worker.now = replace(WELL, polled=time.monotonic(), paused=frozenset({"memory"}))
+    status, body = await served.get("/readyz")
+    assert status == 200 and body["paused"] == ["memory"]
 
 
 async def test_a_worker_without_partitions_of_its_own_is_ready(served: Served) -> None:
@@ -190,4 +202,4 @@ async def test_stopping_is_quick_and_frees_the_port() -> None:
 
 
 def test_no_answer_is_not_ready() -> None:
-    assert list(readiness(None)) == ["worker"]
+    assert list(readiness(None, 0.0)) == ["worker"]

@@ -395,6 +395,16 @@ def test_a_deadline_that_has_passed_expires_the_job_with_tolerance(offset_s: flo
         assert verdict.refusal.terminal == "expired"
 
 
+def test_the_horizon_is_half_of_what_the_topics_really_keep() -> None:
+    door = Door()
+    door.intake.jobs_retention_s = 2 * 3600.0
+    assert isinstance(door.read(job(deadline=when(3500))), Job)
+    verdict = door.read(job(deadline=when(3700)))
+    assert isinstance(verdict, Refused) and "more than 1 hours" in verdict.refusal.message
+    door.intake.jobs_retention_s = float("inf")
+    assert isinstance(door.read(job(deadline=when(400 * 86_400))), Job)
+
+
 def test_a_job_that_queued_for_hours_is_measured_from_its_publication() -> None:
     verdict = Door().read(job(deadline=when(3600)), published=time.time() - 4 * 86_400)
     assert isinstance(verdict, Refused) and "deadline lies more than" in verdict.refusal.message
@@ -543,9 +553,9 @@ def test_a_refusal_never_carries_what_the_contract_does_not_allow() -> None:
 
 
 @pytest.mark.parametrize("mode", ["topic", "signed"])
-def test_an_identity_mode_that_is_not_there_is_not_silently_trusted(mode: Any) -> None:
+def test_an_identity_mode_that_lacks_its_secret_is_not_silently_trusted(mode: Any) -> None:
     config = Settings(identity=mode)
-    with pytest.raises(ValueError, match="HEADRACE_IDENTITY=trusted"):
+    with pytest.raises(ValueError, match="HEADRACE_SERVICE_SECRET"):
         Intake(config, REGISTRY, FakeTopics(), FakeStore())
 
 

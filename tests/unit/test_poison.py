@@ -86,7 +86,7 @@ class Room:
         entries, following = pack(0, 100, sorted((starts or {}).items()), 4000) if starts else (b"", 0)
         self.book.take(TOPIC, Commit(0, encode(0, following, 0, entries, clean=True)), 0, 1000)
         self.streams: list[Stream] = []
-        self.scheduler = Scheduler(engine, lambda tenant: 1.0)
+        self.scheduler = Scheduler(engine)
         self.scheduler.exits = self
 
         async def commit() -> bool:
@@ -94,7 +94,7 @@ class Room:
 
         metrics = Metrics(settings)
         self.runner = Runner(engine, self, self.scheduler, self.book, metrics, commit)  # type: ignore[arg-type]
-        self.scheduler.start(CAPACITY, overfill=1.0, reserve=0.0)
+        self.scheduler.start(CAPACITY)
 
     def put(self, number: int) -> None:
         one = job(number)

@@ -15,7 +15,8 @@ from schemas.records import status_key
 from service.job import Place
 from service.ledger import Snapshot
 from service.places import OFFSET_BITS, Places, origin_of, read_job
-from service.reconcile import LISTED, Facts, Finding, Letters, Reconciliation, Report, Verdict, judge
+from service.reconcile import Letters, Reconciliation
+from service.verdicts import LISTED, Facts, Finding, Report, Verdict, judge
 
 POOL = "p"
 JOBS = names.jobs_topic(POOL, "standard")
@@ -259,6 +260,28 @@ class World:
         origin = self.deferred.put(n % NUMBERS, {"id": f"d{len(self.expected)}", "tenant": "acme"}, finished=False)
         self.expected[origin] = RUNNING
 
+    def goes_home(self, n: int, finished: bool = False) -> tuple[Place, Place, str]:
+        """To the partition of its tenant's former spread."""
+        origin, id = self.publish(n)
+        headers: list[tuple[str, bytes | None]] = [(names.H_ORIGIN, str(origin).encode())]
+        home = (origin.partition + 1) % NUMBERS
+        place = self.deferred.put(home, {"id": id, "tenant": "acme"}, headers=headers, finished=finished)
+        self.expected[origin] = RUNNING
+        return origin, place, id
+
+    def goes_home_and_ends(self, n: int, stated: bool = True) -> None:
+        origin, place, id = self.goes_home(n, finished=True)
+        terminal = self.terminal(id, 0) if stated else self.noise(id, 0)
+        value = {"kind": "completed", "origin": str(origin), "place": str(place), "tenant": "acme", "job_id": id}
+        self.status.put(place.partition, {**value, "run": 0, "terminal": terminal._asdict()}, key=id.encode())
+        self.expected[origin] = OK if stated else LOST
+
+    def goes_home_and_loses_its_terminal(self, n: int) -> None:
+        self.goes_home_and_ends(n, stated=False)
+
+    def goes_home_and_vanishes(self, n: int) -> None:
+        self.expected[self.goes_home(n, finished=True)[0]] = LOST
+
     # what is made of it
 
     def reconcile(self, shares: int = 1) -> Report:
@@ -318,6 +341,10 @@ FATES = [
     World.is_deferred_and_ends,
     World.is_deferred_and_vanishes,
     World.lies_on_deferred_from_the_start,
+    World.goes_home,
+    World.goes_home_and_ends,
+    World.goes_home_and_loses_its_terminal,
+    World.goes_home_and_vanishes,
 ]
 
 

@@ -9,7 +9,7 @@ import pytest
 from schemas.errors import Expired, InvalidRequest, Refusal
 from service.engine.protocol import Capacity, EngineLost, Prepared
 from service.job import Job, Ticket
-from service.scheduler import scheduler as scheduler_module
+from service.scheduler import roster
 from service.scheduler.scheduler import WAITING_FIRST_S, WINDOW, Entry, Scheduler
 from tests.unit.jobs import job
 
@@ -22,6 +22,7 @@ class Rendering:
     def __init__(self) -> None:
         self.refuse: Callable[[Job], Refusal | None] = lambda job: None
         self.lost = 0
+        self.max_tokens = 8
         self.gates: dict[str, asyncio.Event] = {}
 
     async def prepare(self, job: Job) -> Prepared:
@@ -32,7 +33,7 @@ class Rendering:
             raise EngineLost("away")
         if refusal := self.refuse(job):
             raise refusal
-        return Prepared(prompt_tokens=10, max_tokens=8, n=int(job.body.get("n", 1)))
+        return Prepared(prompt_tokens=10, max_tokens=self.max_tokens, n=int(job.body.get("n", 1)))
 
 
 class Exits:
@@ -56,9 +57,9 @@ class Exits:
 @pytest.fixture
 async def parts() -> AsyncIterator[tuple[Scheduler, Rendering, Exits]]:
     rendering, exits = Rendering(), Exits()
-    scheduler = Scheduler(rendering, lambda tenant: 1.0)
+    scheduler = Scheduler(rendering)
     scheduler.exits = exits
-    scheduler.start(CAPACITY, overfill=1.0, reserve=0.0)
+    scheduler.start(CAPACITY)
     yield scheduler, rendering, exits
     await scheduler.stop()
 
@@ -253,7 +254,7 @@ async def test_alarms_of_jobs_that_ended_are_not_kept(parts: Parts) -> None:
         scheduler.put(job(n, deadline=time.time() + 3600))
         await until(lambda n=n: len(exits.running) == n + 1)
         scheduler.release(exits.running[n].ticket)
-    assert len(scheduler._alarms) < 1100 and not scheduler._entries
+    assert len(scheduler._alarms) < 1100 and not scheduler.queued
 
 
 async def test_a_rendering_that_its_engine_cancelled_is_tried_again(parts: Parts) -> None:
@@ -295,7 +296,7 @@ async def test_a_release_under_another_epoch_frees_nothing(parts: Parts) -> None
 
 async def test_reading_stops_while_too_many_bytes_wait(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, _, exits = parts
-    monkeypatch.setattr(scheduler_module, "MAX_BYTES", 1000)  # a test job has 200
+    monkeypatch.setattr(roster, "MAX_BYTES", 1000)  # a test job has 200
     told: list[bool] = []
     scheduler.on_load = told.append
     for n in range(8):

@@ -6,7 +6,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.frames import Ended, Error, Pressure, Timing, Usage
-from service.telemetry.metrics import FAMILIES, Metrics, Readings
+from service.telemetry.families import FAMILIES
+from service.telemetry.metrics import Metrics, Readings
 from tests.unit.telemetry_samples import T0, ended, head, refused, settings
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -28,6 +29,19 @@ def value(samples: Samples, name: str, **labels: str) -> float:
 def attempt(metrics: Metrics, tenant: str = "acme", kind: str = "completed") -> None:
     end = ended(kind)
     metrics.attempt(head(tenant=tenant), kind, end.usage, end.timing)
+
+
+def test_tenants_that_are_not_named_are_shown_together() -> None:
+    metrics = Metrics(settings(tenant_labels=("acme",)))
+    standings = [("bulk", "acme", 2, 5, 0.5), ("bulk", "x", 1, 2, 0.25), ("bulk", "y", 3, 4, 0.25)]
+    now = Readings(standings=standings, waits={"quota": 3}, scheduler_seconds=1.5)
+    samples = scrape(metrics, now)
+    assert value(samples, "headrace_tenant_jobs_running", tier="bulk", tenant="acme") == 2
+    assert value(samples, "headrace_tenant_jobs_waiting", tier="bulk", tenant="other") == 6
+    assert value(samples, "headrace_tenant_share_ratio", tier="bulk", tenant="other") == 0.5
+    assert value(samples, "headrace_jobs_waiting_for", reason="quota") == 3
+    assert value(samples, "headrace_jobs_waiting_for", reason="order") == 0
+    assert value(samples, "headrace_scheduler_seconds_total") == 1.5
 
 
 def test_an_attempt_is_counted_with_its_tokens_and_times() -> None:

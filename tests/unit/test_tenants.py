@@ -42,6 +42,7 @@ def test_a_file_is_read_as_yaml_or_json(tmp_path: Path) -> None:
 
 def test_without_a_file_the_development_tenants_are_there() -> None:
     tenants = Tenants(Settings(tenants_file=None))
+    tenants.opened()
     assert {tenant.id for tenant in tenants} == {"acme", "globex", "initech"}
 
 

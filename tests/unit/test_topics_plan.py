@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from schemas import names
 from service.tenants import load
-from service.topics import COPY_BYTES, MAX_JOB_BYTES, Found, compare, plan
+from service.topics import COPY_BYTES, MAX_JOB_BYTES, Found, compare, doubts, job_retention_s, plan
 
 PLAN = {topic.name: topic for topic in plan("default", 48)}
 
@@ -96,6 +97,33 @@ def test_settings_that_a_promise_rests_on_are_binding(key: str, value: str, refu
     cluster = found()
     cluster[name] = Found(48, {**cluster[name].config, key: value}, {})
     assert bool(compare(tuple(PLAN.values()), cluster)) is refused
+
+
+def kept(cluster: dict[str, Found], name: str, retention_ms: int) -> None:
+    real = cluster[name]
+    cluster[name] = Found(real.partitions, {**real.config, "retention.ms": str(retention_ms)}, {})
+
+
+def test_jobs_are_kept_as_long_as_where_they_are_kept_shortest() -> None:
+    cluster = found()
+    assert job_retention_s("default", cluster) == 7 * 86_400
+    kept(cluster, names.deferred_topic("default"), 3_600_000)
+    assert job_retention_s("default", cluster) == 3600
+    for name in (*names.jobs_topics("default"), names.deferred_topic("default"), names.overflow_topic("default")):
+        kept(cluster, name, -1)
+    assert job_retention_s("default", cluster) == math.inf
+
+
+def test_cancels_that_are_forgotten_before_their_jobs_are_warned_of() -> None:
+    cluster = found()
+    assert doubts("default", cluster) == []
+    kept(cluster, names.jobs_topic("default", "bulk"), 30 * 86_400_000)
+    (doubt,) = doubts("default", cluster)
+    assert doubt.warning and doubt.topic == names.CANCEL and "192 hours" in doubt.problem and "720" in doubt.problem
+    kept(cluster, names.CANCEL, -1)
+    assert doubts("default", cluster) == []
+    kept(cluster, names.jobs_topic("default", "bulk"), -1)
+    assert doubts("default", cluster) == []
 
 
 def test_the_order_of_cleanup_policies_does_not_matter() -> None:

@@ -10,6 +10,8 @@ from typing import Any
 from service.engine.bounds import MAX_N, queue_bound
 from service.settings import EngineSettings
 
+# Sequences of the largest CUDA graph that vLLM captures unasked, and the distance of those above 256.
+GRAPHS_BY_DEFAULT, GRAPH_STEP = 512, 16
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
 
@@ -33,7 +35,8 @@ def dtype(settings: EngineSettings, cpu: bool, flags: frozenset[str]) -> str:
 
 def arguments(settings: EngineSettings, cpu: bool, flags: frozenset[str]) -> dict[str, Any]:
     """Arguments of AsyncEngineArgs. Batch sizes are always explicit: the class's own defaults are those of a toy."""
-    return {
+    eager = cpu if settings.enforce_eager is None else settings.enforce_eager
+    return graphs(settings.max_num_seqs, eager) | {
         "model": settings.model,
         "served_model_name": [settings.served_name],
         "dtype": dtype(settings, cpu, flags),
@@ -42,7 +45,7 @@ def arguments(settings: EngineSettings, cpu: bool, flags: frozenset[str]) -> dic
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "tensor_parallel_size": settings.tensor_parallel_size,
-        "enforce_eager": cpu if settings.enforce_eager is None else settings.enforce_eager,
+        "enforce_eager": eager,
         "stream_interval": settings.stream_interval,
         "reasoning_parser": settings.reasoning_parser or "",
         "enable_prefix_caching": True,
@@ -53,6 +56,13 @@ def arguments(settings: EngineSettings, cpu: bool, flags: frozenset[str]) -> dic
         "disable_log_stats": False,
         "enable_log_requests": False,
     }
+
+
+def graphs(slots: int, eager: bool) -> dict[str, Any]:
+    """CUDA graphs cover every batch, the reserve's slots included: a larger one than the largest graph runs eagerly."""
+    if eager or slots <= GRAPHS_BY_DEFAULT:
+        return {}
+    return {"max_cudagraph_capture_size": -(-slots // GRAPH_STEP) * GRAPH_STEP}
 
 
 def environment(settings: EngineSettings, log_config: Path) -> tuple[dict[str, str], dict[str, str]]:

@@ -1,0 +1,369 @@
+"""`headrace tenants list|show|set|disable|enable|apply`: the registry of tenants, changed while all goes on."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import orjson
+import typer
+import yaml
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from schemas.names import TENANTS, TIERS
+from schemas.tenants import Tenant, TenantLimits
+from service.cli import keygen, session
+from service.cli.registry_topic import Entry, RegistryTopic
+from service.cli.tenant_lag import ENOUGH, unfinished
+from service.registry import Change, changes, edited
+from service.settings import Settings
+from service.tenants import RegistryError, load, read_entry, write_entry
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Apply without asking.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the change, apply nothing.")]
+Bootstrap = Annotated[str | None, typer.Option(help="Kafka address; the local stack's by default.")]
+Id = Annotated[str, typer.Argument(help="The tenant's id.")]
+
+ORDERS = ("none", "conversation", "tenant")
+NONE = "none"  # takes a limit back
+# Fields of the service's own, which a file does not set.
+KEPT = ("former_spread", "spread_since")
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(
+        help="Who may use the service, and how much of it: seen and changed while workers run.", no_args_is_help=True
+    )
+    group.command("list")(list_)
+    group.command("show")(show)
+    group.command("set")(set_)
+    group.command("disable")(disable)
+    group.command("enable")(enable)
+    group.command("apply")(apply)
+    keygen.register(group)
+    app.add_typer(group, name="tenants")
+
+
+# Looking
+
+
+def list_(json: Json = False, bootstrap: Bootstrap = None) -> None:
+    """Lists the tenants of the registry topic.
+
+    Exit codes: 0 done (also if there are none), 2 wrong usage, 3 not reachable.
+    """
+    found = session.settings(bootstrap)
+
+    async def main() -> int:
+        async with RegistryTopic(found, TENANTS) as topic:
+            known, invalid = _read(await topic.read())
+        tenants = sorted(known.values(), key=lambda tenant: tenant.id)
+        if json:
+            _print_json({"tenants": [t.model_dump(mode="json") for t in tenants], "invalid": invalid})
+        elif tenants:
+            Console(highlight=False).print(_table(tenants))
+        else:
+            typer.echo("the registry topic is empty; fill it: headrace tenants apply FILE")
+        for why in invalid.values():
+            typer.echo(f"headrace: {why}", err=True)
+        _say_who_reads_it(found)
+        return 0
+
+    session.run(main())
+
+
+def show(id: Id, json: Json = False, bootstrap: Bootstrap = None) -> None:
+    """Shows one entry whole, in the form that `set --file` takes.
+
+    Exit codes: 0 done, 1 there is no such tenant, 2 wrong usage, 3 not reachable.
+    """
+    found = session.settings(bootstrap)
+
+    async def main() -> int:
+        async with RegistryTopic(found, TENANTS) as topic:
+            known, invalid = _read(await topic.read())
+        if id not in known:
+            typer.echo(f"headrace: {invalid.get(id) or _unknown(id, known)}", err=True)
+            return session.FAILED
+        entry = known[id].model_dump(mode="json")
+        if json:
+            _print_json(entry)
+        else:
+            typer.echo(yaml.safe_dump(entry, sort_keys=False, allow_unicode=True), nl=False)
+        return 0
+
+    session.run(main())
+
+
+# Changing
+
+
+def set_(
+    id: Id,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="The whole entry, YAML or JSON.")] = None,
+    weight: Annotated[float | None, typer.Option(help="Share of the engine.")] = None,
+    tier: Annotated[str | None, typer.Option(help=f"{', '.join(TIERS)}: where its jobs go by default.")] = None,
+    limit: Annotated[list[str] | None, typer.Option(help="NAME=NUMBER, or NAME=none; more than once.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="A model it may use; more than once. `all`: any.")] = None,
+    order: Annotated[str | None, typer.Option(help=", ".join(ORDERS))] = None,
+    spread: Annotated[int | None, typer.Option(min=1, max=1024, help="Record keys its jobs are spread over.")] = None,
+    reply_topic: Annotated[str | None, typer.Option(help="Where events go when a job names no topic.")] = None,
+    reply_pattern: Annotated[
+        list[str] | None, typer.Option(help="Topics it may name, `*` and `{id}` in them; more than once.")
+    ] = None,
+    yes: Yes = False,
+    dry_run: DryRun = False,
+    json: Json = False,
+    bootstrap: Bootstrap = None,
+) -> None:
+    """Changes a tenant's entry, or makes one; shows what differs and asks first. In force within a second.
+
+    Exit codes: 0 done, or nothing to do; 1 not done (declined, changed by somebody else, jobs in order not finished),
+    2 wrong usage or an entry that is not valid, 3 not reachable.
+    """
+    if tier is not None and tier not in TIERS:
+        raise typer.BadParameter(f"must be one of {', '.join(TIERS)}", param_hint="--tier")
+    if order is not None and order not in ORDERS:
+        raise typer.BadParameter(f"must be one of {', '.join(ORDERS)}", param_hint="--order")
+    limits = dict(map(_limit, limit or ()))
+    asked = {"weight": weight, "tier": tier, "order": order, "spread": spread, "reply_topic": reply_topic}
+    fields: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    if reply_pattern:
+        fields["reply_topics"] = reply_pattern
+    if model:
+        fields["models"] = None if model == ["all"] else model
+    if file is not None and (fields or limits):
+        raise typer.BadParameter("give a file or single fields, not both", param_hint="--file")
+    if file is None and not fields and not limits:
+        raise typer.BadParameter("says nothing to change: give --weight, --limit …, or a --file")
+    entry = _entry_of(file, id) if file is not None else None
+
+    def wanted(known: Mapping[str, Tenant]) -> Sequence[Tenant]:
+        return [entry if entry is not None else edited(id, known.get(id), fields, limits)]
+
+    change(bootstrap, wanted, yes=yes, dry_run=dry_run, json=json)
+
+
+def disable(id: Id, yes: Yes = False, dry_run: DryRun = False, json: Json = False, bootstrap: Bootstrap = None) -> None:
+    """From now on a tenant's jobs fail with `not_authorized`; what is queued or runs goes on (`headrace cancel --all`).
+
+    Exit codes: 0 done, or nothing to do; 1 not done, 2 wrong usage, 3 not reachable.
+    """
+    _switch(id, False, yes=yes, dry_run=dry_run, json=json, bootstrap=bootstrap)
+
+
+def enable(id: Id, yes: Yes = False, dry_run: DryRun = False, json: Json = False, bootstrap: Bootstrap = None) -> None:
+    """Takes `disable` back.
+
+    Exit codes: 0 done, or nothing to do; 1 not done, 2 wrong usage, 3 not reachable.
+    """
+    _switch(id, True, yes=yes, dry_run=dry_run, json=json, bootstrap=bootstrap)
+
+
+def apply(
+    file: Annotated[Path, typer.Argument(help="The tenants, YAML or JSON, as HEADRACE_TENANTS_FILE has them.")],
+    prune: Annotated[bool, typer.Option("--prune", help="Also remove the tenants that are not in the file.")] = False,
+    yes: Yes = False,
+    dry_run: DryRun = False,
+    json: Json = False,
+    bootstrap: Bootstrap = None,
+) -> None:
+    """Makes the registry topic say what a file says; shows what differs and asks first.
+
+    Exit codes: 0 done, or nothing to do; 1 not done (declined, changed by somebody else, jobs in order not finished),
+    2 wrong usage or an entry that is not valid, 3 not reachable.
+    """
+    try:
+        tenants = [_own(tenant) for tenant in load(file).values()]
+    except RegistryError as error:
+        _invalid(error)
+    change(bootstrap, lambda known: tenants, prune=prune, yes=yes, dry_run=dry_run, json=json)
+
+
+def _switch(id: str, enabled: bool, *, yes: bool, dry_run: bool, json: bool, bootstrap: str | None) -> None:
+    def wanted(known: Mapping[str, Tenant]) -> Sequence[Tenant]:
+        if id not in known:
+            raise RegistryError(_unknown(id, known))
+        return [edited(id, known[id], {"enabled": enabled}, {})]
+
+    change(bootstrap, wanted, yes=yes, dry_run=dry_run, json=json)
+
+
+def change(
+    bootstrap: str | None,
+    wanted: Callable[[Mapping[str, Tenant]], Sequence[Tenant]],
+    *,
+    yes: bool,
+    dry_run: bool,
+    json: bool,
+    prune: bool = False,
+) -> None:
+    """Reads, shows what differs, asks, writes what nobody changed meanwhile."""
+    found = session.settings(bootstrap)
+    session.answerable(yes=yes, dry_run=dry_run, json=json)
+
+    async def main() -> int:
+        async with RegistryTopic(found, TENANTS) as topic:
+            seen = await topic.read()
+            known, _ = _read(seen)
+            window_s = found.duplicates.window_s
+            try:
+                due = changes(known, wanted(known), prune=prune, now=time.time(), window_s=window_s)
+            except RegistryError as error:
+                _invalid(error)
+            if not json:
+                _show(due)
+            applied, why = False, ""
+            if due:
+                why = await _hindered(found, due)
+                if not why and not dry_run:
+                    if not yes and not session.agreed():
+                        return session.FAILED
+                    await topic.write({c.id: None if c.after is None else write_entry(c.after) for c in due}, seen)
+                    applied = True
+        if json:
+            _print_json({"applied": applied, "refused": why or None, "changes": [_as_json(change) for change in due]})
+        elif applied:
+            typer.echo("applied: workers have it within a second")
+        if why:
+            typer.echo(f"headrace: {why}", err=True)
+        if applied and not known:
+            typer.echo(
+                "headrace: the registry topic was empty: workers that start from now on know the tenants on it and no"
+                " others; headrace tenants apply FILE adds more",
+                err=True,
+            )
+        if applied:
+            _say_who_reads_it(found)
+        return session.FAILED if why else 0
+
+    session.run(main())
+
+
+async def _hindered(found: Settings, due: Sequence[Change]) -> str:
+    """Why the changes must wait: jobs in order would go past those that lie where they were published before."""
+    ordered = [c.id for c in due if c.moves and any(t is not None and t.order != "none" for t in (c.before, c.after))]
+    if not ordered:
+        return ""
+    for tenant, pools in (await unfinished(found.kafka, ordered)).items():
+        there = ", ".join(f"{'at least ' if n >= ENOUGH else ''}{n} in pool {pool}" for pool, n in pools.items())
+        return (
+            f"the spread of {tenant} cannot change while it has jobs in order that are not finished ({there}): stop its"
+            " publishers, wait, and run the command again"
+        )
+    return ""
+
+
+# Reading
+
+
+def _read(entries: Mapping[str, Entry]) -> tuple[dict[str, Tenant], dict[str, str]]:
+    """The tenants, and for entries that are not valid why; workers keep the former entry of those."""
+    known: dict[str, Tenant] = {}
+    invalid: dict[str, str] = {}
+    for name, entry in entries.items():
+        if entry.value is not None:
+            try:
+                known[name] = read_entry(name, entry.value)
+            except RegistryError as error:
+                invalid[name] = str(error)
+    return known, invalid
+
+
+def _entry_of(file: Path, id: str) -> Tenant:
+    try:
+        document = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise typer.BadParameter(f"{file}: cannot be read ({type(error).__name__})", param_hint="--file") from None
+    if not isinstance(document, dict) or document.get("id", id) != id:
+        raise typer.BadParameter(f"{file}: must be the entry of tenant {id}", param_hint="--file")
+    try:
+        return edited(id, None, {name: value for name, value in document.items() if name not in KEPT}, {})
+    except RegistryError as error:
+        _invalid(error)
+
+
+def _own(tenant: Tenant) -> Tenant:
+    return tenant.model_copy(update=dict.fromkeys(KEPT))
+
+
+def _limit(text: str) -> tuple[str, int | None]:
+    name, _, value = text.partition("=")
+    if name not in TenantLimits.model_fields:
+        near = get_close_matches(name, TenantLimits.model_fields, 1)
+        hint = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(TenantLimits.model_fields)}"
+        raise typer.BadParameter(f"{name!r} is no limit; {hint}", param_hint="--limit")
+    if value == NONE:
+        return name, None
+    if not value.isdecimal():
+        raise typer.BadParameter(f"{text!r}: write {name}=NUMBER, or {name}={NONE}", param_hint="--limit")
+    return name, int(value)
+
+
+def _unknown(id: str, known: Mapping[str, Tenant]) -> str:
+    near = get_close_matches(id, known, 1)
+    return f"there is no tenant {id} on {TENANTS}; " + (f"did you mean {near[0]}?" if near else "headrace tenants list")
+
+
+def _invalid(error: RegistryError) -> NoReturn:
+    typer.echo(f"headrace: {error}; nothing was changed", err=True)
+    raise typer.Exit(session.USAGE)
+
+
+# Showing
+
+
+def _table(tenants: Sequence[Tenant]) -> Table:
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("tenant", "tier", "weight", "order", "spread", "models", "limits"):
+        made.add_column(title, overflow="fold", no_wrap=title not in ("models", "limits"))
+    for tenant in tenants:
+        ordinary = TenantLimits()
+        bounds = [f"{n}={v}" for n, v in tenant.limits.model_dump().items() if v != getattr(ordinary, n)]
+        name = escape(tenant.id) if tenant.enabled else f"[dim]{escape(tenant.id)} (disabled)[/dim]"
+        row = (tenant.tier, f"{tenant.weight:g}", tenant.order, str(tenant.spread))
+        models = "all" if tenant.models is None else ", ".join(tenant.models)
+        made.add_row(name, *row, escape(models), " ".join(bounds))
+    return made
+
+
+def _show(due: Sequence[Change]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    if not due:
+        console.print("nothing to do: the registry says so already")
+    for change in due:
+        mark = {"added": "[green]+[/green]", "removed": "[red]-[/red]"}.get(change.kind, "~")
+        console.print(f"{mark} tenant {escape(change.id)}{'' if change.kind == 'changed' else f' ({change.kind})'}")
+        for line in change.lines() if change.after is not None else ():
+            console.print(f"    {line.field}: {escape(_text(line.before))} → [bold]{escape(_text(line.after))}[/bold]")
+
+
+def _text(value: Any) -> str:
+    return "-" if value is None else value if isinstance(value, str) else orjson.dumps(value).decode()
+
+
+def _as_json(change: Change) -> dict[str, Any]:
+    fields = [asdict(line) for line in change.lines()] if change.after is not None else []
+    return {"id": change.id, "kind": change.kind, "fields": fields}
+
+
+def _say_who_reads_it(found: Settings) -> None:
+    if found.tenants_file is not None and found.tenants_source != "topic":
+        typer.echo(
+            f"headrace: HEADRACE_TENANTS_FILE is set here ({found.tenants_file}): workers with this setting read the"
+            " file and not the topic",
+            err=True,
+        )
+
+
+def _print_json(value: Mapping[str, Any]) -> None:
+    sys.stdout.write(orjson.dumps(value).decode() + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,233 @@
+"""Moves the newest waiting jobs of a tenant that fills a partition to `overflow`, so that its neighbours go on.
+
+    full for a moment, and somebody may lie behind ──▶ the newest of those who hold most ──▶ published, acknowledged
+    ──▶ complete where they lay ──▶ the partition is read on
+
+Without it one tenant's burst keeps the jobs of all others on its partition unread until the burst has run. Only jobs of
+jobs topics go, and only once: what lies on `overflow` stays there, and its partitions pause by themselves (R3, R12).
+Jobs in order never go, nor what was started before. What cannot be moved goes back to where it waited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Collection, Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from schemas.names import overflow_topic, parse_jobs_topic
+from schemas.tenants import Tenant
+from service.deferred.relay import Publisher, Unwanted
+from service.deferred.transfer import Transfer
+from service.job import Job, Place, Ticket
+from service.ledger import Key
+from service.overflow.neighbours import Neighbours
+from service.overflow.shares import surplus
+from service.settings import Settings
+
+log = logging.getLogger(__name__)
+
+# A partition that fills up and empties within this, seconds, needs no help: moving a job costs two records.
+PATIENCE_S = 1.0
+# For so long afterwards, seconds, jobs go as soon as it is full again; then its case is looked at anew.
+ACTIVE_S = 10.0
+# Whoever holds less than this share of a window does not fill it.
+LEAST_SHARE = 1 / 8
+TICK_S, FAST_TICK_S = 0.25, 0.02
+# Jobs of one partition on their way at a time.
+AT_ONCE = 256
+# After a failed move, seconds.
+PAUSE_S = 5.0
+
+
+class Window(Protocol):
+    """The ledger, as far as it is needed here."""
+
+    high: int
+
+    def excess(self, key: Key) -> int: ...
+
+    def owns(self, ticket: Ticket) -> bool: ...
+
+    def starts(self, ticket: Ticket) -> int: ...
+
+    def complete(self, ticket: Ticket) -> bool: ...
+
+
+class Registry(Protocol):
+    version: int
+
+    def get(self, tenant: str) -> Tenant | None: ...
+
+    def __iter__(self) -> Iterator[Tenant]: ...
+
+
+class Doors(Protocol):
+    """What becomes of jobs that are to go."""
+
+    def take_out(self, places: Collection[Place]) -> list[Job]:
+        """Takes those out of the queue that have not begun."""
+
+    def put_back(self, job: Job) -> None:
+        """A job that could not be moved waits here again."""
+
+    def is_held(self) -> bool:
+        """Whether nothing is started at the moment: then a partition is full for another reason, and stays so."""
+
+    def moved(self, ticket: Ticket) -> None:
+        """It is on `overflow` now."""
+
+
+@dataclass(slots=True)
+class _Partition:
+    jobs: dict[int, Job] = field(default_factory=dict)  # that wait or run here, by offset
+    full_since: float | None = None  # monotonic
+    active_until: float = 0.0
+    paused_until: float = 0.0
+    moving: int = 0
+
+
+class Spill:
+    def __init__(self, settings: Settings, window: Window, relay: Publisher, tenants: Registry, doors: Doors) -> None:
+        self._topic = overflow_topic(settings.pool)
+        self._window = window
+        self._relay = relay
+        self._tenants = tenants
+        self._doors = doors
+        self._neighbours = Neighbours(settings.partitions)
+        self._version = -1  # of the registry, that the neighbours are of
+        self._partitions: dict[Key, _Partition] = {}
+        self._tasks: dict[asyncio.Task[None], Key] = {}
+        self._ticking: asyncio.Task[None] | None = None
+
+    # life
+
+    def start(self) -> None:
+        self._ticking = asyncio.create_task(self._tick(), name="spill")
+
+    async def stop(self) -> None:
+        """What has not been moved stays where it is."""
+        tasks = [*self._tasks, *([self._ticking] if self._ticking is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # what waits
+
+    def note(self, job: Job) -> None:
+        """A job entered the queue."""
+        said = parse_jobs_topic(job.place.topic)
+        if said is None or said.tenant is not None or job.starts:  # a tenant's own topic has no neighbours
+            return
+        tenant = self._tenants.get(job.tenant)
+        if tenant is not None and tenant.order == "none":
+            self._partitions.setdefault(job.place[:2], _Partition()).jobs[job.place.offset] = job
+
+    def forget(self, place: Place) -> None:
+        """It is complete."""
+        partition = self._partitions.get(place[:2])
+        if partition is not None:
+            partition.jobs.pop(place.offset, None)
+
+    def abandon(self, lost: set[Key]) -> None:
+        """These partitions belong to another worker now."""
+        for key in lost:
+            self._partitions.pop(key, None)
+        for task, key in list(self._tasks.items()):
+            if key in lost:
+                task.cancel()
+
+    # whose turn it is to go
+
+    def run_once(self, now: float) -> bool:
+        """Everything that must go, goes. `now`: monotonic. Whether a partition is being relieved at the moment."""
+        busy = False
+        held = self._doors.is_held()
+        for key, partition in self._partitions.items():
+            excess = 0 if held else self._window.excess(key)
+            if excess <= 0:
+                partition.full_since = None
+            else:
+                if partition.full_since is None:
+                    partition.full_since = now
+                patient = now - partition.full_since < PATIENCE_S and now >= partition.active_until
+                if not patient and now >= partition.paused_until:
+                    self._relieve(key, partition, excess - partition.moving, now)
+            busy = busy or now < partition.active_until
+        return busy
+
+    def _relieve(self, key: Key, partition: _Partition, excess: int, now: float) -> None:
+        held = Counter(job.tenant for job in partition.jobs.values())
+        least = max(1, int(self._window.high * LEAST_SHARE))
+        goes = surplus(held, min(excess, AT_ONCE - partition.moving), least)
+        goes = {t: n for t, n in goes.items() if len(held) > 1 or self._neighbours.beside(t, key[1])}
+        if not goes:
+            return
+        places: set[Place] = set()
+        for offset in sorted(partition.jobs, reverse=True):
+            job = partition.jobs[offset]
+            if goes.get(job.tenant, 0) > 0 and job.not_before is None and not self._window.starts(job.ticket):
+                goes[job.tenant] -= 1
+                places.add(job.place)
+        taken = self._doors.take_out(places)
+        if taken and now >= partition.active_until:
+            partition.active_until = now + ACTIVE_S
+        for job in taken:
+            partition.moving += 1
+            self._spawn(self._move(job, partition), key)
+
+    # moving
+
+    async def _move(self, job: Job, partition: _Partition) -> None:
+        try:
+            try:
+                await self._relay.publish(Transfer.of(job.record, job.head, self._topic, starts=0))
+            except Unwanted as problem:
+                log.error("cannot be moved to overflow, waits where it is place=%s cause=%s", job.place, problem)
+                self._back(job)
+                self.forget(job.place)  # not asked again
+            except asyncio.CancelledError as problem:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                # The client library cancels its own futures when a connection goes away.
+                self._failed(job, partition, problem)
+            except Exception as problem:
+                self._failed(job, partition, problem)
+            else:
+                partition.jobs.pop(job.place.offset, None)
+                if self._window.complete(job.ticket):
+                    self._doors.moved(job.ticket)
+        finally:
+            partition.moving -= 1
+
+    def _failed(self, job: Job, partition: _Partition, problem: BaseException) -> None:
+        """It may have been written all the same: its copy on `overflow` is then known by its origin (R7)."""
+        log.warning("not moved to overflow, waits where it is place=%s: %r", job.place, problem)
+        partition.paused_until = time.monotonic() + PAUSE_S
+        self._back(job)
+
+    def _back(self, job: Job) -> None:
+        if self._window.owns(job.ticket):
+            self._doors.put_back(job)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], key: Key) -> None:
+        task = asyncio.create_task(work)
+        self._tasks[task] = key
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+
+    async def _tick(self) -> None:
+        busy = False
+        while True:
+            await asyncio.sleep(FAST_TICK_S if busy else TICK_S)
+            try:
+                if self._version != self._tenants.version:
+                    self._version = self._tenants.version
+                    await asyncio.to_thread(self._neighbours.refresh, list(self._tenants))
+                busy = self.run_once(time.monotonic())
+            except Exception:
+                log.exception("a turn over the full partitions failed")
+                await asyncio.sleep(PAUSE_S)
