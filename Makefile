@@ -25,7 +25,9 @@ demo: setup ## the whole service at work on real parts; stops everything again
 
 # Whole workers with the simulated engine and broken parts: minutes of waiting for time-outs, so a level of their own.
 FAULTS := tests/integration/test_worker_cancel.py tests/integration/test_worker_deferred.py \
-  tests/integration/test_worker_duplicates.py tests/integration/test_dead_letters.py tests/integration/test_reconcile.py
+  tests/integration/test_worker_duplicates.py tests/integration/test_dead_letters.py tests/integration/test_reconcile.py \
+  tests/integration/test_worker_overflow.py tests/integration/test_worker_spread.py \
+  tests/integration/test_identity_modes.py tests/integration/test_load_fairness.py
 
 test: setup ## unit and integration tests, on real parts of their own
 	@$(RUN) pytest tests/unit tests/integration $(addprefix --ignore=,$(FAULTS)) --durations=15
