@@ -132,12 +132,14 @@ class Store:
         seconds = self._settings.deadline_s
         deadline = time.monotonic() + seconds
         delay = RETRY_FIRST_S
+        cause = ""
         while True:
             try:
                 async with asyncio.timeout(max(0.001, deadline - time.monotonic())):
                     return await self._watched(operation)
             except TimeoutError:
-                raise StoreUnavailable(f"the store did not answer within {seconds:g} s") from None
+                told = f"failed to {what} for {seconds:g} s: {cause}" if cause else f"did not answer within {seconds:g} s"
+                raise StoreUnavailable(f"the store {told}") from None
             except S3Error as error:
                 cause = _cause(error)
                 if cause in _FINAL:

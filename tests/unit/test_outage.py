@@ -83,7 +83,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture
 async def store(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Store]:
     monkeypatch.setattr("service.store.CLIENT_RETRIES", 0)
-    one = Store(StoreSettings(endpoint=f"127.0.0.1:{server.http.server_port}", deadline_s=0.3))
+    one = Store(StoreSettings(endpoint=f"127.0.0.1:{server.http.server_port}", deadline_s=1.0))
     yield one
     one.close()
 
