@@ -138,7 +138,9 @@ class Store:
                 async with asyncio.timeout(max(0.001, deadline - time.monotonic())):
                     return await self._watched(operation)
             except TimeoutError:
-                told = f"failed to {what} for {seconds:g} s: {cause}" if cause else f"did not answer within {seconds:g} s"
+                told = (
+                    f"failed to {what} for {seconds:g} s: {cause}" if cause else f"did not answer within {seconds:g} s"
+                )
                 raise StoreUnavailable(f"the store {told}") from None
             except S3Error as error:
                 cause = _cause(error)

@@ -141,6 +141,6 @@ async def test_a_job_that_is_committed_and_left_no_trace_is_lost(pool: Simulated
 
 async def test_a_pool_without_topics_is_not_called_good(stack: TestStack) -> None:
     code, _, err = await headrace(stack.bootstrap, "nobody", "reconcile")
-    assert code == 3 and "--pool" in err
+    assert code == 3 and "topics are missing" in err and "headrace topics apply" in err
     code, _, err = await headrace("127.0.0.1:1", "nobody", "reconcile")
     assert code == 3 and "no Kafka broker answers" in err
