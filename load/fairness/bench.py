@@ -40,8 +40,18 @@ class Result:
     seconds: float
 
     @property
+    def invalid(self) -> list[str]:
+        """Why baselines do not count; empty if they all do."""
+        floods = [window.running for window in self.windows if window.kind == "flood"]
+        flood = sum(floods) / len(floods)
+        found = [measures.unlike(flood, w.running, w.queued) for w in self.windows if w.kind == "baseline"]
+        return [problem for problem in found if problem]
+
+    @property
     def verdict(self) -> str:
-        return measures.verdict(self.checks)
+        """pass, fail, undecided; or invalid: flood and baseline cannot be compared, measure again."""
+        found = measures.verdict(self.checks)
+        return "invalid" if self.invalid and found != "fail" else found
 
     @property
     def apart(self) -> Interval:
@@ -51,7 +61,7 @@ class Result:
     @property
     def good(self) -> bool:
         """On the real engine of a small machine the figures are shown, not judged."""
-        return self.engine != "simulated" or self.verdict != "fail"
+        return self.engine != "simulated" or self.verdict not in ("fail", "invalid")
 
     def line(self) -> dict[str, Any]:
         """The last line of `--json`."""
@@ -75,6 +85,7 @@ class Result:
             "max_wait_s": round(self.max_wait_s, 2),
             "wait_bound_s": self.wait_bound_s,
             "verdict": self.verdict,
+            "invalid": self.invalid,
             "checks": {check.name: check.verdict for check in self.checks},
             "flood_factor": FACTOR,
             "note": NOTE,

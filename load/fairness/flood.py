@@ -19,7 +19,7 @@ from load.fairness.measures import p95, turn_wait
 from load.fairness.offer import Offer
 from load.fairness.plan import FACTOR, HEAVY, Sizes, Writer, arrivals
 from load.fairness.stage import PARTITIONS, Load, Place, Stage
-from service.engine.bounds import slots
+from service.engine.bounds import ordinary
 from service.settings import EngineSettings
 
 Say = Callable[[str], None]
@@ -29,7 +29,7 @@ GRACE_S = 3.0
 # The closed loop is made wider or narrower so often, seconds, and by at most this share.
 TUNE_S = 1.0
 AWAY = 0.1
-# Of all slots, this share stays free in the baseline, so that nothing queues for one.
+# Of the ordinary slots, this share stays free in the baseline, so that nothing queues for one.
 SPARE = 0.015
 
 
@@ -132,8 +132,7 @@ class Flood:
         """Both windows in one go, on one worker."""
         client, sizes, shape = self._client, self._sizes, self._sizes.shape
         chance = random.Random(0)
-        whole = slots(EngineSettings(max_num_seqs=sizes.slots))
-        target = min(target, whole * (1 - SPARE))
+        target = min(target, ordinary(EngineSettings(max_num_seqs=sizes.slots)) * (1 - SPARE))
         outputs = [chance.randint(shape.low, shape.high) for _ in range(997)]
         loop = Loop(client, place.pool, Writer("closed", self._stage.model), HEAVY, shape, outputs)
         client.forget()
@@ -151,8 +150,10 @@ class Flood:
         """So many in flight as run at the engine, and on top what is on its way there and back."""
         while True:
             await asyncio.sleep(TUNE_S)
-            away = self._client.flying - place.gauges.mean("engine_running", time.monotonic() - TUNE_S)
-            loop.set(round(target + min(max(0.0, away), AWAY * target)))
+            since = time.monotonic() - TUNE_S
+            # What queues is not on its way: counted in, a queue would keep itself up.
+            here = sum(place.gauges.mean(name, since) for name in ("engine_running", "engine_waiting", "jobs_waiting"))
+            loop.set(round(target + min(max(0.0, self._client.flying - here), AWAY * target)))
 
     async def _measure(self, kind: str, place: Place, seed: int) -> Window:
         client, sizes = self._client, self._sizes

@@ -16,6 +16,9 @@ COST_MOST = 0.01
 # A turn that is due is taken when the next slot falls free: that is within this, with a full engine (seconds).
 WAIT_SLACK_S = 1.0
 RESAMPLES = 2000
+# A baseline says nothing if the engine was not about as full as in the flood, or if its jobs queued (shares of the
+# sequences that ran).
+UNLIKE_MOST, QUEUED_MOST = 0.03, 0.02
 
 
 def p95(seconds: Sequence[float]) -> float:
@@ -53,6 +56,17 @@ class Share:
 def fairness(shares: Mapping[str, Share]) -> float:
     """Jain's index of the weighted shares."""
     return jain([share.weighted for share in shares.values()])
+
+
+def unlike(flood: float, baseline: float, queued: float) -> str:
+    """Why a baseline cannot be compared with a flood, by the sequences that ran in each and the jobs that queued in
+    the baseline, on average; empty if it can.
+    """
+    if abs(baseline - flood) > UNLIKE_MOST * flood:
+        return f"{baseline:.0f} sequences ran in the baseline, {flood:.0f} in the flood"
+    if queued > QUEUED_MOST * baseline:
+        return f"{queued:.0f} jobs queued in the baseline"
+    return ""
 
 
 def turn_wait(jobs: Iterable[tuple[float, float]], until: float | None = None) -> float:

@@ -31,6 +31,8 @@ def show(console: Console, result: Result) -> None:
     )
     bounds.add_row("ttft_p95_ratio_idle", f"{line['ttft_p95_ratio_idle']:.4g}", "", "not promised", "")
     console.print(bounds)
+    for problem in result.invalid:
+        console.print(f"[red]not comparable:[/] {problem}")
     if result.cost is not None:
         spent = result.cost
         console.print(

@@ -114,6 +114,12 @@ def test_shares_are_fair_when_they_go_by_weight() -> None:
     assert fairness(equal) < 0.8
 
 
+def test_a_baseline_counts_only_if_it_is_as_full_as_the_flood_and_has_no_backlog() -> None:
+    assert measures.unlike(flood=290, baseline=286, queued=2) == ""
+    assert "156" in measures.unlike(flood=290, baseline=156, queued=0)
+    assert "22" in measures.unlike(flood=290, baseline=291, queued=22)
+
+
 def test_a_turns_wait_counts_from_the_tenants_last_turn_or_the_jobs_arrival() -> None:
     # Three jobs came at 0; turns at 1, 2 and 5: the third waited 3 for its turn, not 5.
     assert turn_wait([(0, 1), (0, 2), (0, 5)]) == 3
