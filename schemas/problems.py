@@ -14,6 +14,8 @@ from pydantic_core import ErrorDetails
 
 # Faults named in one message; a caller mends a few at a time, and a message stays one line.
 SHOWN = 3
+# Faults looked at for it: a record may hold tens of thousands, and each costs a search for what was meant.
+LOOKED_AT = 32
 
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}", re.ASCII)
 
@@ -31,17 +33,21 @@ def unknown_field(path: str, key: object, known: Iterable[str]) -> str:
 
 
 def problem(error: ValidationError, root: str = "", known: Iterable[str] = ()) -> str:
-    """The first faults of `error`, joined by `; `. `root` leads every path, `known` are the names for suggestions."""
+    """The first faults of `error`, joined by `; `; the cost is bounded, whatever a record holds.
+
+    `root` leads every path, `known` are the names for suggestions.
+    """
     details = error.errors(include_url=False, include_input=False, include_context=True)
     faults: dict[str, list[str]] = {}
-    for detail in details:
+    for detail in details[:LOOKED_AT]:
         path, phrase = _one(detail, root, known)
         phrases = faults.setdefault(path, [])
         if phrase not in phrases:
             phrases.append(phrase)
     # A union reports each of its members: "must be a string or must be a list".
     parts = [f"{path} {' or '.join(phrases[:SHOWN])}".lstrip() for path, phrases in faults.items()]
-    more = [f"and {len(parts) - SHOWN} more"] if len(parts) > SHOWN else []
+    further = max(0, len(parts) - SHOWN) + max(0, len(details) - LOOKED_AT)
+    more = [f"and {further} more"] if further else []
     return "; ".join(parts[:SHOWN] + more)
 
 
