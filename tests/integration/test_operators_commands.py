@@ -12,8 +12,11 @@ from typing import Any
 import orjson
 import pytest
 from aiokafka import AIOKafkaProducer
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
 from schemas.names import USAGE
+from service import topics
 from service.cli.process import WorkerProcess
 from service.delivery.events import stamp
 from tests.integration.command_kit import headrace, told
@@ -63,10 +66,24 @@ async def write_usage(bootstrap: str, tenants: list[str], count: int, *, doubled
         await producer.stop()
 
 
+async def keep(bootstrap: str) -> None:
+    """The records of this module are years old: a broker deletes such ones when it next looks, every five minutes."""
+    (usage,) = (topic for topic in topics.plan("any", 1) if topic.name == USAGE)
+    config = {**usage.config, "retention.ms": "-1"}
+    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
+    await admin.start()
+    try:
+        (answer,) = await admin.alter_configs([ConfigResource(ConfigResourceType.TOPIC, USAGE, config)])
+        assert not any(resource["error_code"] for resource in answer.to_object()["resources"])
+    finally:
+        await admin.close()
+
+
 @pytest.fixture(scope="module")
 async def tenants(stack: TestStack, simulated: SimulatedPool) -> list[str]:
     """Two tenants of this run alone, with 1,000 jobs between them; the pool has the topics."""
     names = sorted(f"used-{uuid.uuid4().hex[:8]}" for _ in range(2))
+    await keep(stack.bootstrap)
     await write_usage(stack.bootstrap, names, 1000, doubled=100)
     return names
 
