@@ -15,6 +15,7 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka.structs import ConsumerRecord, TopicPartition
 
 from service.bounded_stop import stop_within
+from service.cancellation import is_asked_for
 from service.settings import KafkaSettings
 
 log = logging.getLogger(__name__)
@@ -85,10 +86,8 @@ class Follower:
                     await consumer.start()
                 await self._consume(consumer)
             except asyncio.CancelledError as error:
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
+                if is_asked_for():
                     raise
-                # The client library cancels its own futures when a connection goes away.
                 log.warning("topic cannot be read, tried again topic=%s: %r", self._topic, error)
             except Exception as error:
                 log.warning("topic cannot be read, tried again topic=%s: %r", self._topic, error)

@@ -22,6 +22,7 @@ from aiokafka.structs import TopicPartition
 from consumers.offsets import is_member
 from consumers.ports import Outlet, Reception
 from consumers.status import LogReader
+from service.cancellation import is_asked_for
 from service.job import Place
 from service.ledger import Book, Commit, Committer, Key, Offsets
 from service.ledger.metadata import decode
@@ -134,10 +135,8 @@ class Rebalance(ConsumerRebalanceListener):
             try:
                 return await self._take(keys)
             except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
+                if is_asked_for():
                     raise
-                # The client library cancels its own futures when a connection goes away.
                 log.warning("taking over partitions was interrupted, begun again")
             except Exception:
                 # Partitions would stay paused for ever.

@@ -137,7 +137,7 @@ class Audit:
             for _ in range(shares):
                 self._expect(job_ranges, copy_ranges, status_ranges)
             for share in range(shares):
-                part = Reconciliation(pool, commits, read, share=share, shares=shares)
+                part = Reconciliation(commits, read, share=share, shares=shares)
                 for number in range(self._counts[status]):
                     await self._join(part, number, job_ranges, copy_ranges, status_ranges)
                 await self._answers(part, since_ms - SLACK_MS, account)

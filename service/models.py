@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any
-
-import orjson
-from pydantic import ValidationError
 
 from schemas.names import MODELS
-from schemas.problems import named, problem
 from schemas.tenants import ModelEntry
+from service.entries import Entries
 
 log = logging.getLogger(__name__)
 
@@ -45,26 +41,5 @@ class Models:
                 log.error("model entry refused, the former one stays in force: %s", error)
 
 
-def read_entry(name: str, value: bytes) -> ModelEntry:
-    """The entry that a record of the topic holds; `name` is its key. Raises ModelRefused."""
-    where = f"{MODELS}: model {named(name)}"
-    try:
-        document = orjson.loads(value)
-    except orjson.JSONDecodeError:
-        raise ModelRefused(f"{where}: not JSON") from None
-    entry = valid(document, where)
-    if entry.name != name:
-        raise ModelRefused(f"{where}: name must be the record's key")
-    return entry
-
-
-def write_entry(entry: ModelEntry) -> bytes:
-    return orjson.dumps(entry.model_dump(mode="json", exclude_defaults=True))
-
-
-def valid(document: Any, where: str) -> ModelEntry:
-    """Raises ModelRefused, which begins with `where`."""
-    try:
-        return ModelEntry.model_validate(document)
-    except ValidationError as error:
-        raise ModelRefused(f"{where}: {problem(error, '', ModelEntry.model_fields)}") from None
+ENTRIES = Entries(MODELS, "model", ModelEntry, "name", ModelEntry.model_fields, ModelRefused)
+valid, read_entry, write_entry = ENTRIES.valid, ENTRIES.read, ENTRIES.write

@@ -177,7 +177,7 @@ class Reception:
 
     # -- the doors of `copies`
 
-    def go_on(self, arrival: Arrival) -> None:
+    def go_on(self, arrival: Arrival, *, returning: bool = False) -> None:
         job = arrival.job
         if job is None:
             assert arrival.refusal is not None
@@ -187,7 +187,7 @@ class Reception:
             self._end_unstarted(arrival.head, Cancelled(), arrival.received, arrival.record)
         else:
             self.spill.note(job)
-            self._scheduler.put(job, alone=self._runner.is_suspect(job))
+            self._scheduler.put(job, alone=self._runner.is_suspect(job), returning=returning)
 
     def answer(self, arrival: Arrival, kind: str, answer: Answer) -> None:
         stream = self._link.open(arrival.head, announce=False, prompt_tokens=0, record=arrival.record)
@@ -217,13 +217,8 @@ class Reception:
         return self._scheduler.take(frozenset(places))
 
     def put_back(self, job: Job) -> None:
-        if self._closed:
-            return
-        if self.is_cancelled(Arrival.of(job)):
-            self.go_on(Arrival.of(job))
-            return
-        self.spill.note(job)
-        self._scheduler.put(job, alone=self._runner.is_suspect(job), returning=True)
+        if not self._closed:
+            self.go_on(Arrival.of(job), returning=True)
 
     def is_held(self) -> bool:
         return bool(self._scheduler.holds)

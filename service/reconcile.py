@@ -95,7 +95,7 @@ class Reconciliation:
     """
 
     def __init__(
-        self, pool: str, commits: Mapping[Key, Snapshot | None], letters: Letters, *, share: int = 0, shares: int = 1
+        self, commits: Mapping[Key, Snapshot | None], letters: Letters, *, share: int = 0, shares: int = 1
     ) -> None:
         self._commits = commits
         self._letters = letters
@@ -115,7 +115,6 @@ class Reconciliation:
         self._reach: dict[tuple[str, int], int] = {}  # first offset of a reply partition that can be read
         self._topics: set[str] = set()
         self._lowest: dict[tuple[str, int], int] = {}  # stated offset
-        self._copies = {names.deferred_topic(pool), names.overflow_topic(pool)}
 
     # One partition number after the other: its status records, then its copies, then its jobs
 

@@ -12,13 +12,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import orjson
 import yaml
-from pydantic import ValidationError
 
 from schemas.names import TENANTS
-from schemas.problems import named, problem
+from schemas.problems import named
 from schemas.tenants import Tenant, TenantLimits
+from service.entries import Entries
 from service.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -189,27 +188,5 @@ def parse(text: str, source: str) -> dict[str, Tenant]:
     return tenants
 
 
-def read_entry(name: str, value: bytes) -> Tenant:
-    """The entry that a record of the topic holds; `name` is its key. Raises RegistryError, in one line."""
-    where = f"{TENANTS}: tenant {named(name)}"
-    try:
-        document = orjson.loads(value)
-    except orjson.JSONDecodeError:
-        raise RegistryError(f"{where}: not JSON") from None
-    tenant = valid(document, where)
-    if tenant.id != name:
-        raise RegistryError(f"{where}: id must be the record's key")
-    return tenant
-
-
-def write_entry(tenant: Tenant) -> bytes:
-    """What `read_entry` reads: only what differs from the defaults, so that a new default reaches old entries."""
-    return orjson.dumps(tenant.model_dump(mode="json", exclude_defaults=True))
-
-
-def valid(entry: Any, where: str) -> Tenant:
-    """An entry as a tenant. Raises RegistryError, which begins with `where`."""
-    try:
-        return Tenant.model_validate(entry)
-    except ValidationError as error:
-        raise RegistryError(f"{where}: {problem(error, '', _NAMES)}") from None
+ENTRIES = Entries(TENANTS, "tenant", Tenant, "id", _NAMES, RegistryError)
+valid, read_entry, write_entry = ENTRIES.valid, ENTRIES.read, ENTRIES.write

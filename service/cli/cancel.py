@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
-import orjson
 import typer
 
 from client import Client
@@ -50,7 +48,7 @@ def cancel(
                 place = await client.cancel(job_id, run=run, reason=reason)
         if json:
             wish = {"tenant": tenant, "job_id": job_id, "run": run, "reason": reason, "place": place._asdict()}
-            sys.stdout.write(orjson.dumps(wish).decode() + "\n")
+            session.print_json(wish)
         else:
             what = "all jobs" if job_id is None else f"job {job_id}" if run is None else f"run {run} of job {job_id}"
             typer.echo(f"asked to stop {what} of {tenant}, published until now")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import orjson
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -76,8 +74,7 @@ def capacity(
     length = mean_length or max(1, machine.max_model_len // 4)
     found = document(folder, shape, weights, machine, fits, told, differences, warnings, length)
     if json:
-        sys.stdout.write(orjson.dumps(found).decode() + "\n")
-        sys.stdout.flush()
+        session.print_json(found)
     else:
         show(found, Console(highlight=False))
         for warning in warnings:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-import orjson
 import typer
 from aiokafka import TopicPartition
 from rich.console import Console
@@ -24,6 +22,7 @@ from schemas.errors import ErrorCode
 from schemas.names import DEAD_LETTERS
 from service.cli import session
 from service.cli.dead_letter_topic import SLACK_S, Survey, look_up, notes_on, survey
+from service.cli.options import Bootstrap, Json
 from service.cli.topic_log import TopicLog
 from service.credentials import Sealer
 from service.dead_letters import Filter, Letter, Note, NotReplayable, Replay, Spot, as_json, replay, text_of
@@ -41,8 +40,6 @@ Code = Annotated[str | None, typer.Option(help="Only letters with this error cod
 Topic = Annotated[str | None, typer.Option(help="Only records that came from this topic.")]
 Since = Annotated[str, typer.Option(help="How far to look back: 15m, 2h, 1d.")]
 Timeout = Annotated[str, typer.Option(help="How long to read.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
-Bootstrap = Annotated[str | None, typer.Option(help="Kafka address; the local stack's by default.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -78,7 +75,7 @@ def list_(
         if open_only:  # the note lies behind its letter, so all must have been read before the newest are chosen
             seen.keep_open(limit)
         if json:
-            _print_json(
+            session.print_json(
                 {
                     "letters": [as_json(letter, seen.notes.get(letter.spot)) for letter in seen.letters],
                     "matched": seen.matched,
@@ -122,7 +119,7 @@ def show(
             message = f"there is no dead letter at {spot} (any more): headrace dead-letters list"
             return session.told(message, session.FAILED)
         if json:
-            _print_json(as_json(one, notes.get(spot), whole=True, content=value))
+            session.print_json(as_json(one, notes.get(spot), whole=True, content=value))
         else:
             Console(highlight=False).print(picture(one, notes.get(spot), content=value))
             if value:
@@ -173,7 +170,7 @@ def replay_(
                     return session.told(f"{message}, or a shorter --since", session.FAILED)
                 await _replay_chosen(log, found, seen, done, since_s, again=again)
         if json:
-            _print_json(done.as_json())
+            session.print_json(done.as_json())
         else:
             done.show(Console(highlight=False, soft_wrap=True))
         return session.FAILED if done.refused or done.missing else 0
@@ -389,8 +386,3 @@ def _spot(text: str) -> Spot:
 def _say_if_cut(whole: bool, timeout: str) -> None:
     if not whole:
         typer.echo(f"(stopped reading after {timeout}: there may be more, --timeout)", err=True)
-
-
-def _print_json(value: Mapping[str, Any]) -> None:
-    sys.stdout.write(orjson.dumps(value).decode() + "\n")
-    sys.stdout.flush()

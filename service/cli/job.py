@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -161,7 +160,7 @@ def job(
             return session.told(f"job {id} exists for tenants {names}: name one, --tenant", session.USAGE)
         (account,) = accounts.values()
         if json:
-            _print_json(as_json(account, whole=whole))
+            session.print_json(as_json(account, whole=whole))
         else:
             show(account, Console(highlight=False))
             if not whole:
@@ -290,8 +289,3 @@ def bars(spent: list[tuple[str, float]]) -> Table:
         table.add_row(name, Text(f"{ms:,.1f} ms", justify="right"), bar)
     table.add_row("total", Text(f"{total:,.1f} ms", justify="right"), "")
     return table
-
-
-def _print_json(value: Mapping[str, Any]) -> None:
-    sys.stdout.write(orjson.dumps(value).decode() + "\n")
-    sys.stdout.flush()

@@ -6,7 +6,6 @@ The private key is the tenant's: it is written to a file and shown nowhere. The 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,16 +15,14 @@ import typer
 
 from schemas.tenants import Tenant
 from schemas.verification import PublicKey
+from service.cli import session
+from service.cli.options import Bootstrap, DryRun, Json, Yes
 from service.registry import edited
 from service.tenants import RegistryError
 
 PRIVATE = 0o600  # of the file: its owner reads it, nobody else
 
 Id = Annotated[str, typer.Argument(help="The tenant's id.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Apply without asking.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the change, apply nothing.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
-Bootstrap = Annotated[str | None, typer.Option(help="Kafka address; the local stack's by default.")]
 
 
 def register(group: typer.Typer) -> None:
@@ -64,7 +61,7 @@ def keygen(
         raise typer.Exit(1) from None
     if json:
         said = {"private_key_file": str(file), "kid": public.kid, "public_key": orjson.loads(public.jwk())}
-        sys.stdout.write(orjson.dumps(said).decode() + "\n")
+        session.print_json(said)
         return
     typer.echo(public.jwk())
     use = f"headrace submit … --sign {file}" + (f" --kid {kid}" if kid else "")

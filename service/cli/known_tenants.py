@@ -5,9 +5,9 @@ from __future__ import annotations
 from client import UnknownTopic
 from schemas.names import TENANTS
 from schemas.tenants import Tenant
-from service.cli.registry_topic import RegistryTopic
+from service.cli.registry_topic import RegistryTopic, sort
 from service.settings import Settings
-from service.tenants import DEVELOPMENT, RegistryError, load, read_entry
+from service.tenants import DEVELOPMENT, ENTRIES, load
 
 
 async def known_tenants(found: Settings) -> dict[str, Tenant]:
@@ -17,12 +17,7 @@ async def known_tenants(found: Settings) -> dict[str, Tenant]:
     tenants: dict[str, Tenant] = {}
     try:
         async with RegistryTopic(found, TENANTS) as topic:
-            for name, entry in (await topic.read()).items():
-                if entry.value is not None:
-                    try:
-                        tenants[name] = read_entry(name, entry.value)
-                    except RegistryError:
-                        continue
+            tenants, _ = sort(ENTRIES, await topic.read())
     except UnknownTopic:
         pass
     if not tenants and found.tenants_source != "topic":

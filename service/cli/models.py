@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
-import orjson
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -15,13 +12,10 @@ from rich.text import Text
 from schemas.names import MODELS
 from schemas.tenants import ModelEntry
 from service.cli import session
-from service.cli.registry_topic import Entry, RegistryTopic
-from service.models import ModelRefused, read_entry, valid, write_entry
+from service.cli.options import Bootstrap, DryRun, Json, Yes
+from service.cli.registry_topic import RegistryTopic, sort
+from service.models import ENTRIES, ModelRefused, valid, write_entry
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Apply without asking.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the change, apply nothing.")]
-Bootstrap = Annotated[str | None, typer.Option(help="Kafka address; the local stack's by default.")]
 Name = Annotated[str, typer.Argument(help="The model's name, or an alias, as jobs say it.")]
 
 
@@ -42,10 +36,10 @@ def list_(json: Json = False, bootstrap: Bootstrap = None) -> None:
 
     async def main() -> int:
         async with RegistryTopic(found, MODELS) as topic:
-            known, invalid = _read(await topic.read())
+            known, invalid = sort(ENTRIES, await topic.read())
         entries = sorted(known.values(), key=lambda entry: entry.name)
         if json:
-            _print_json({"models": [entry.model_dump(mode="json") for entry in entries], "invalid": invalid})
+            session.print_json({"models": [entry.model_dump(mode="json") for entry in entries], "invalid": invalid})
         elif entries:
             made = Table(box=None, pad_edge=False, header_style="bold")
             for title in ("model", "pool", "alias of", "kind", "context"):
@@ -108,7 +102,7 @@ def _change(
     async def main() -> int:
         async with RegistryTopic(found, MODELS) as topic:
             seen = await topic.read()
-            before = _read(seen)[0].get(name)
+            before = sort(ENTRIES, seen)[0].get(name)
             same = before == wanted
             if not json:
                 was, becomes = _told(before), _told(wanted)
@@ -120,7 +114,7 @@ def _change(
                 await topic.write({name: None if wanted is None else write_entry(wanted)}, seen)
                 applied = True
         if json:
-            _print_json(
+            session.print_json(
                 {
                     "applied": applied,
                     "before": before.model_dump(mode="json") if before is not None else None,
@@ -134,26 +128,9 @@ def _change(
     session.run(main())
 
 
-def _read(entries: Mapping[str, Entry]) -> tuple[dict[str, ModelEntry], dict[str, str]]:
-    known: dict[str, ModelEntry] = {}
-    invalid: dict[str, str] = {}
-    for name, entry in entries.items():
-        if entry.value is not None:
-            try:
-                known[name] = read_entry(name, entry.value)
-            except ModelRefused as error:
-                invalid[name] = str(error)
-    return known, invalid
-
-
 def _told(entry: ModelEntry | None) -> str:
     if entry is None:
         return "-"
     alias = f", alias of {entry.alias_of}" if entry.alias_of is not None else ""
     context = f", {entry.max_model_len} tokens" if entry.max_model_len is not None else ""
     return f"pool {entry.pool}{alias}, {entry.kind}{context}"
-
-
-def _print_json(value: Mapping[str, Any]) -> None:
-    sys.stdout.write(orjson.dumps(value).decode() + "\n")
-    sys.stdout.flush()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-import orjson
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -66,8 +64,7 @@ def reconcile(
             except topics.TopicsRefused as problem:
                 raise UnknownTopic(str(problem)) from None
         if json:
-            sys.stdout.write(orjson.dumps(as_json(account)).decode() + "\n")
-            sys.stdout.flush()
+            session.print_json(as_json(account))
         else:
             show(account, Console(highlight=False))
         return 0 if account.report.good else session.FAILED

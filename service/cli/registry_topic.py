@@ -7,17 +7,22 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
+from pydantic import BaseModel
 
 from client import ClientError, PublishFailed, Unreachable
 from service.cli.topic_log import TopicLog
+from service.entries import Entries
 from service.settings import Settings
 
 # Seconds the broker has to acknowledge the entries.
 WRITE_S = 20.0
+
+
+T = TypeVar("T", bound=BaseModel)
 
 
 class ChangedMeanwhile(ClientError):
@@ -30,6 +35,11 @@ class Entry:
 
     value: bytes | None
     offset: int
+
+
+def sort(entries: Entries[T], seen: Mapping[str, Entry]) -> tuple[dict[str, T], dict[str, str]]:
+    """The entries that are in force by name, and for those that are not valid why."""
+    return entries.sort((name, entry.value) for name, entry in seen.items())
 
 
 class RegistryTopic:

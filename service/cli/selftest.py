@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from dataclasses import asdict
 from types import TracebackType
 from typing import Annotated, Any, Self
@@ -268,8 +267,7 @@ def _print_json(outcome: Outcome, ok: bool, problem: str | None, pool: str, part
         "notes": outcome.notes,
         "error": problem,
     }
-    sys.stdout.write(orjson.dumps(document).decode() + "\n")
-    sys.stdout.flush()
+    session.print_json(document)
 
 
 def show(outcome: Outcome, console: Console) -> None:

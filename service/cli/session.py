@@ -9,10 +9,11 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import orjson
 import typer
 from pydantic import ValidationError
 
@@ -151,6 +152,12 @@ def hint(error: ClientError) -> str:
 def told(message: str, code: int) -> int:
     """Says what went wrong, to programs too; returns the exit code."""
     return errors.told(message, code)
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """One object on one line; whoever reads along has it at once."""
+    sys.stdout.write(orjson.dumps(value).decode() + "\n")
+    sys.stdout.flush()
 
 
 def seconds(text: str) -> float:

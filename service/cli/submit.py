@@ -200,7 +200,7 @@ async def _show(job: Submitted, began: float, timeout_s: float, *, as_json: bool
         result = await job.result(max(0.0, timeout_s - (time.monotonic() - began)))
     except JobEnded as ended:
         if as_json:
-            _print_json({**ended.event, "trace_id": trace_id})
+            session.print_json({**ended.event, "trace_id": trace_id})
         else:
             typer.echo(f"{newline(shown)}headrace: {ended}", err=True)
             if isinstance(ended, JobFailed) and ended.retriable:
@@ -211,16 +211,11 @@ async def _show(job: Submitted, began: float, timeout_s: float, *, as_json: bool
     if as_json:
         first_ms = None if first_token_s is None else round(first_token_s * 1e3, 1)
         event = {**result.event, "response": result.response, "first_token_ms": first_ms, "trace_id": trace_id}
-        _print_json(event)
+        session.print_json(event)
     else:
         _print_rest(result, shown)
         typer.echo(summary(result, time.monotonic() - began, first_token_s), err=True)
     return 0
-
-
-def _print_json(event: Mapping[str, Any]) -> None:
-    sys.stdout.write(orjson.dumps(event).decode() + "\n")
-    sys.stdout.flush()
 
 
 def newline(shown: str) -> str:

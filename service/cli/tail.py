@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-import orjson
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -64,8 +62,7 @@ def tail(
             step = _judge(readers, event)
             if json:
                 place = {"topic": record.topic, "partition": record.partition, "offset": record.offset}
-                sys.stdout.write(orjson.dumps({**event, "place": place, "step": step.value}).decode() + "\n")
-                sys.stdout.flush()
+                session.print_json({**event, "place": place, "step": step.value})
             else:
                 console.print(line(event, record.timestamp, step))
 

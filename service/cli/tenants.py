@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -20,16 +19,13 @@ from rich.table import Table
 from schemas.names import TENANTS, TIERS
 from schemas.tenants import Tenant, TenantLimits
 from service.cli import keygen, session
-from service.cli.registry_topic import Entry, RegistryTopic
+from service.cli.options import Bootstrap, DryRun, Json, Yes
+from service.cli.registry_topic import RegistryTopic, sort
 from service.cli.tenant_lag import ENOUGH, unfinished
 from service.registry import Change, changes, edited
 from service.settings import Settings
-from service.tenants import RegistryError, load, read_entry, write_entry
+from service.tenants import ENTRIES, RegistryError, load, write_entry
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Apply without asking.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the change, apply nothing.")]
-Bootstrap = Annotated[str | None, typer.Option(help="Kafka address; the local stack's by default.")]
 Id = Annotated[str, typer.Argument(help="The tenant's id.")]
 
 ORDERS = ("none", "conversation", "tenant")
@@ -64,10 +60,10 @@ def list_(json: Json = False, bootstrap: Bootstrap = None) -> None:
 
     async def main() -> int:
         async with RegistryTopic(found, TENANTS) as topic:
-            known, invalid = _read(await topic.read())
+            known, invalid = sort(ENTRIES, await topic.read())
         tenants = sorted(known.values(), key=lambda tenant: tenant.id)
         if json:
-            _print_json({"tenants": [t.model_dump(mode="json") for t in tenants], "invalid": invalid})
+            session.print_json({"tenants": [t.model_dump(mode="json") for t in tenants], "invalid": invalid})
         elif tenants:
             Console(highlight=False).print(_table(tenants))
         else:
@@ -89,13 +85,13 @@ def show(id: Id, json: Json = False, bootstrap: Bootstrap = None) -> None:
 
     async def main() -> int:
         async with RegistryTopic(found, TENANTS) as topic:
-            known, invalid = _read(await topic.read())
+            known, invalid = sort(ENTRIES, await topic.read())
         if id not in known:
             typer.echo(f"headrace: {invalid.get(id) or _unknown(id, known)}", err=True)
             return session.FAILED
         entry = known[id].model_dump(mode="json")
         if json:
-            _print_json(entry)
+            session.print_json(entry)
         else:
             typer.echo(yaml.safe_dump(entry, sort_keys=False, allow_unicode=True), nl=False)
         return 0
@@ -213,7 +209,7 @@ def change(
     async def main() -> int:
         async with RegistryTopic(found, TENANTS) as topic:
             seen = await topic.read()
-            known, _ = _read(seen)
+            known, _ = sort(ENTRIES, seen)
             window_s = found.duplicates.window_s
             try:
                 due = changes(known, wanted(known), prune=prune, now=time.time(), window_s=window_s)
@@ -230,7 +226,9 @@ def change(
                     await topic.write({c.id: None if c.after is None else write_entry(c.after) for c in due}, seen)
                     applied = True
         if json:
-            _print_json({"applied": applied, "refused": why or None, "changes": [_as_json(change) for change in due]})
+            session.print_json(
+                {"applied": applied, "refused": why or None, "changes": [_as_json(change) for change in due]}
+            )
         elif applied:
             typer.echo("applied: workers have it within a second")
         if why:
@@ -263,19 +261,6 @@ async def _hindered(found: Settings, due: Sequence[Change]) -> str:
 
 
 # Reading
-
-
-def _read(entries: Mapping[str, Entry]) -> tuple[dict[str, Tenant], dict[str, str]]:
-    """The tenants, and for entries that are not valid why; workers keep the former entry of those."""
-    known: dict[str, Tenant] = {}
-    invalid: dict[str, str] = {}
-    for name, entry in entries.items():
-        if entry.value is not None:
-            try:
-                known[name] = read_entry(name, entry.value)
-            except RegistryError as error:
-                invalid[name] = str(error)
-    return known, invalid
 
 
 def _entry_of(file: Path, id: str) -> Tenant:
@@ -362,8 +347,3 @@ def _say_who_reads_it(found: Settings) -> None:
             " file and not the topic",
             err=True,
         )
-
-
-def _print_json(value: Mapping[str, Any]) -> None:
-    sys.stdout.write(orjson.dumps(value).decode() + "\n")
-    sys.stdout.flush()

@@ -16,14 +16,13 @@ from service import topics
 from service.cli import session
 from service.cli.acls import acls
 from service.cli.known_tenants import known_tenants
+from service.cli.options import Bootstrap, Json
 from service.own_topics import own_topics
 from service.settings import Settings
 from service.tenants import RegistryError
 
 T = TypeVar("T")
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
-Bootstrap = Annotated[str | None, typer.Option(help="Kafka address; the local stack's by default.")]
 Pool = Annotated[str | None, typer.Option(help="The pool whose topics are meant.")]
 Partitions = Annotated[int | None, typer.Option(min=1, max=1000, help="Partitions of the pool's own topics.")]
 

@@ -8,7 +8,6 @@ import time
 from datetime import datetime
 from typing import Annotated, Any
 
-import orjson
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -91,8 +90,7 @@ def usage(
                 "doubled": sums.doubled,
                 "unreadable": sums.unreadable,
             }
-            sys.stdout.write(orjson.dumps(document).decode() + "\n")
-            sys.stdout.flush()
+            session.print_json(document)
         elif as_csv:
             writer = csv.DictWriter(sys.stdout, [*names, *total], lineterminator="\n")
             writer.writeheader()

@@ -20,6 +20,7 @@ from aiokafka.errors import (
 )
 
 from service.bounded_stop import stop_within
+from service.cancellation import is_asked_for
 from service.deferred.transfer import Transfer
 from service.settings import Settings
 from service.topics import COPY_BYTES, MAX_JOB_BYTES
@@ -103,10 +104,8 @@ async def carry(relay: Publisher, transfer: Transfer, left: Callable[[], float])
             log.error("cannot be moved, stays where it is topic=%s cause=%s", transfer.topic, problem)
             return False
         except asyncio.CancelledError as problem:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if is_asked_for():
                 raise
-            # The client library cancels its own futures when a connection goes away.
             log.warning("not moved yet, tried again topic=%s: %r", transfer.topic, problem)
         except Exception as problem:
             log.warning("not moved yet, tried again topic=%s: %r", transfer.topic, problem)

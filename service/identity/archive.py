@@ -15,6 +15,7 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka.structs import ConsumerRecord, TopicPartition
 
 from service.bounded_stop import stop_within
+from service.cancellation import is_asked_for
 from service.job import Place
 from service.settings import KafkaSettings
 
@@ -84,8 +85,7 @@ class Archive:
                     self._match(consumer, tp, records)
                 await self._miss(consumer)
             except asyncio.CancelledError as error:
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
+                if is_asked_for():
                     raise
                 await self._begin_again(error)  # the client library cancels its futures when a connection goes away
             except Exception as error:

@@ -17,6 +17,7 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka.structs import TopicPartition
 
 from service.bounded_stop import stop_within
+from service.cancellation import is_asked_for
 from service.identity.retelling import identity_of, read_status
 from service.identity.window import Identity, Spot
 from service.settings import KafkaSettings
@@ -88,10 +89,8 @@ class History:
                 await self._read(consumer, numbers)
                 self._due -= numbers
             except asyncio.CancelledError as error:
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
+                if is_asked_for():
                     raise
-                # The client library cancels its own futures when a connection goes away.
                 log.warning("ended jobs of the last hour not read yet, tried again: %r", error)
                 await asyncio.sleep(RETRY_S)
             except Exception as error:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from schemas.names import overflow_topic, parse_jobs_topic
 from schemas.tenants import Tenant
+from service.cancellation import is_asked_for
 from service.deferred.relay import Publisher, Unwanted
 from service.deferred.transfer import Transfer
 from service.job import Job, Place, Ticket
@@ -190,10 +191,8 @@ class Spill:
                 self._back(job)
                 self.forget(job.place)  # not asked again
             except asyncio.CancelledError as problem:
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
+                if is_asked_for():
                     raise
-                # The client library cancels its own futures when a connection goes away.
                 self._failed(job, partition, problem)
             except Exception as problem:
                 self._failed(job, partition, problem)

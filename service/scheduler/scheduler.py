@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from schemas.errors import ErrorCode, Expired, Refusal
 from schemas.tenants import Tenant
+from service.cancellation import is_asked_for
 from service.engine.protocol import Capacity, EngineLost, Prepared
 from service.job import Job, Place, Ticket
 from service.scheduler.admission import Admission
@@ -284,8 +285,7 @@ class Scheduler:
             self._refuse(entry, refusal)
         except (EngineLost, asyncio.CancelledError) as lost:
             # A rendering dies with its engine: EngineLost, or the engine's own cancellation; ours goes on.
-            task = asyncio.current_task()
-            if isinstance(lost, asyncio.CancelledError) and (task is None or task.cancelling()):
+            if isinstance(lost, asyncio.CancelledError) and is_asked_for():
                 raise
             await asyncio.sleep(RENDER_AGAIN_S)  # `hold("engine")` follows; tried again when the engine is back
             if not entry.gone:

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import orjson
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
@@ -58,13 +58,13 @@ async def until(condition: Callable[[], Any], what: str, timeout_s: float = WAIT
 class Log:
     """Reads everything written to some topics from now on."""
 
-    def __init__(self, bootstrap: str, *topics: str) -> None:
-        self._bootstrap = bootstrap
+    def __init__(self, bootstrap: str, *topics: str, connection: Mapping[str, Any] | None = None) -> None:
+        self._connection = connection or {"bootstrap_servers": bootstrap}
         self._topics = topics
         self.records: list[ConsumerRecord] = []
 
-    async def __aenter__(self) -> Log:
-        self._consumer = AIOKafkaConsumer(bootstrap_servers=self._bootstrap, enable_auto_commit=False)
+    async def __aenter__(self) -> Self:
+        self._consumer = AIOKafkaConsumer(**self._connection, enable_auto_commit=False)
         await self._consumer.start()
         places = []
         for topic in self._topics:

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import orjson
 import yaml
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka import AIOKafkaProducer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from client import Client, Signer
@@ -28,7 +28,7 @@ from service.cli.trace import Span, fetch
 from service.own_topics import own_topics
 from service.settings import Settings
 from service.tenants import load
-from tests.integration.delivery_kit import until
+from tests.integration.delivery_kit import Log, until
 from tests.integration.simulated_kit import metric
 from tests.integration.worker_kit import MODEL, job
 
@@ -152,8 +152,9 @@ class Site:
 
     @contextlib.asynccontextmanager
     async def reading(self, *topic_names: str) -> AsyncIterator[Reading]:
-        connection = self.secured.settings(self.stack.addresses.bootstrap).connection()
-        async with Reading(connection, topic_names) as made:
+        bootstrap = self.stack.addresses.bootstrap
+        connection = self.secured.settings(bootstrap).connection()
+        async with Reading(bootstrap, *topic_names, connection=connection) as made:
             yield made
 
     # what is to be seen
@@ -167,40 +168,8 @@ class Site:
         return await asyncio.to_thread(metric, await self.worker(mode), name, **labels)
 
 
-class Reading:
+class Reading(Log):
     """Everything that is written to some topics from now on, as an operator may see it."""
-
-    def __init__(self, connection: Mapping[str, Any], topic_names: tuple[str, ...]) -> None:
-        self._consumer = AIOKafkaConsumer(**connection, enable_auto_commit=False)
-        self._topics = topic_names
-        self.records: list[Any] = []
-
-    async def __aenter__(self) -> Reading:
-        await self._consumer.start()
-        await self._consumer.topics()
-        self._consumer._client.set_topics(self._topics)
-        await self._consumer._client.force_metadata_update()
-        places = [
-            TopicPartition(topic, number)
-            for topic in self._topics
-            for number in self._consumer.partitions_for_topic(topic) or ()
-        ]
-        self._consumer.assign(places)
-        await self._consumer.seek_to_end(*places)
-        for place in places:
-            await self._consumer.position(place)
-        self._task = asyncio.create_task(self._read())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-        await asyncio.wait({self._task})
-        await self._consumer.stop()
-
-    async def _read(self) -> None:
-        while True:
-            for records in (await self._consumer.getmany(timeout_ms=50)).values():
-                self.records += records
 
     def events(self, job_id: str, topic: str | None = None) -> list[dict[str, Any]]:
         return [

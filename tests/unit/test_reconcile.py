@@ -290,7 +290,7 @@ class World:
         }
         whole = Report()
         for share in range(shares):
-            part = Reconciliation(POOL, commits, self.letters, share=share, shares=shares)
+            part = Reconciliation(commits, self.letters, share=share, shares=shares)
             for number in range(NUMBERS):
                 part.begin()
                 for _, value, _ in self.status.partitions.get(number, []):
@@ -395,7 +395,7 @@ def test_a_further_copy_is_answered_even_if_the_first_answer_has_expired() -> No
 
 
 def test_a_reply_topic_that_cannot_be_read_leaves_its_jobs_unverifiable() -> None:
-    part = Reconciliation(POOL, {(JOBS, 0): Snapshot.plain(9)}, Letters())
+    part = Reconciliation({(JOBS, 0): Snapshot.plain(9)}, Letters())
     world = World()
     origin, id = world.publish(0)
     world.ended(origin, id, Place("secret.replies", 0, 5))
@@ -408,7 +408,7 @@ def test_a_reply_topic_that_cannot_be_read_leaves_its_jobs_unverifiable() -> Non
 
 
 def test_without_the_status_of_its_time_a_job_is_not_called_lost() -> None:
-    part = Reconciliation(POOL, {(JOBS, 0): Snapshot.plain(9)}, Letters())
+    part = Reconciliation({(JOBS, 0): Snapshot.plain(9)}, Letters())
     part.begin()
     part.status_reaches(0, 1_000)
     part.job(Place(JOBS, 0, 0), b'{"id": "a", "tenant": "t"}', 999)
@@ -419,7 +419,7 @@ def test_without_the_status_of_its_time_a_job_is_not_called_lost() -> None:
 
 
 def test_what_a_group_never_committed_is_not_ended() -> None:
-    part = Reconciliation(POOL, {(JOBS, 0): None}, Letters())
+    part = Reconciliation({(JOBS, 0): None}, Letters())
     part.begin()
     part.job(Place(JOBS, 0, 0), b'{"id": "a", "tenant": "t"}', 1)
     assert part.report().counts == {RUNNING: 1}
@@ -430,7 +430,7 @@ def test_what_a_group_never_committed_is_not_ended() -> None:
     key=st.none() | st.binary(max_size=10),
 )
 def test_records_that_are_nothing_of_ours_do_no_harm(value: bytes | None, key: bytes | None) -> None:
-    part = Reconciliation(POOL, {}, Letters())
+    part = Reconciliation({}, Letters())
     part.begin()
     part.status(value)
     part.event(Place(REPLIES, 0, 0), key, value, [(names.H_TYPE, key), ("x", None)])
