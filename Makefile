@@ -29,11 +29,14 @@ FAULTS := tests/integration/test_worker_cancel.py tests/integration/test_worker_
   tests/integration/test_worker_overflow.py tests/integration/test_worker_spread.py \
   tests/integration/test_identity_modes.py tests/integration/test_load_fairness.py
 
+# Two at once, each with a stack of its own: most of their time is waiting. Slowest first (tests/conftest.py).
+SIDE_BY_SIDE := -n 2 --dist loadgroup --no-loadscope-reorder --durations=15
+
 test: setup ## unit and integration tests, on real parts of their own
-	@$(RUN) pytest tests/unit tests/integration $(addprefix --ignore=,$(FAULTS)) --durations=15
+	@$(RUN) pytest tests/unit tests/integration $(addprefix --ignore=,$(FAULTS)) $(SIDE_BY_SIDE)
 
 faults: setup ## kills, outages, cancels, copies, timed jobs, dead letters, reconcile
-	@$(RUN) pytest $(FAULTS) tests/faults --durations=15
+	@$(RUN) pytest $(FAULTS) tests/faults $(SIDE_BY_SIDE)
 
 check: $(UV) ## style, types and the order of the rooms
 	@$(PYTHON) -m infra.prepare $(UV) environment

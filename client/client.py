@@ -5,21 +5,33 @@ of the service.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Self
 
 import orjson
 from aiokafka.errors import KafkaError
+from pydantic import ValidationError
 
 from client.connection import REMEDY, Connection
-from client.errors import ClientError, Closed, InvalidJob, ResultTimeout, UnknownTopic, Unreachable
-from client.record import MAX_RECORD_BYTES, JobRecord, When, build, moment, new_id
+from client.errors import ClientError, Closed, InvalidJob, ResultTimeout, Unreachable
+from client.record import (
+    MAX_RECORD_BYTES,
+    PLAINLY,
+    JobRecord,
+    When,
+    build,
+    content_of,
+    fault,
+    headers_of,
+    moment,
+    new_id,
+    plain,
+)
 from client.registry import Registry
-from client.replies import Replies
+from client.replies import Replies, choose
 from client.result import BlobRef, Result, ResumeToken
 from client.signing import Signer
 from client.store import Store, StoreAccess
@@ -164,7 +176,8 @@ class Client:
         `output`: the contract's `inline_max_bytes`, `store`, `ttl_days`. `traceparent`: the parent, if it is not the
         current span.
 
-        Raises InvalidJob (nothing was sent), UnknownTopic, PublishFailed, StoreError (a large body), Closed.
+        Raises InvalidJob (nothing was sent; also while a job of this id and run with other content is open here),
+        UnknownTopic, PublishFailed, StoreError (a large body), Closed.
         """
         replies, store = self._open()
         if body is not None and not isinstance(body, Mapping):
@@ -179,8 +192,11 @@ class Client:
         if tier not in TIERS:
             raise InvalidJob(f"tier: {tier!r} is none of {', '.join(TIERS)}")
         id = id if id is not None else new_id()
-        if not isinstance(id, str):
-            raise InvalidJob(f"id: must be text, not {type(id).__name__}")
+        if not isinstance(id, str) or not id.isascii():
+            raise InvalidJob(f"id: {PLAINLY['id']}")
+        if input is not None and not isinstance(input, BlobRef):
+            raise InvalidJob(f"input: takes a BlobRef, not {type(input).__name__}")
+        more = headers_of(headers, traceparent)
         partition = self._partitions[partition_of(id, len(self._partitions))]
         if body is not None and "model" not in body and self._model is not None:
             body = {**body, "model": self._model}
@@ -189,36 +205,34 @@ class Client:
             "run": run,
             "tenant": tenant,
             "endpoint": endpoint,
-            "body": _plain(body),
+            "body": plain(body),
             "input": None if input is None else input.wire(),
             "reply": {"topic": self._reply_topic, "partition": partition, "stream": stream, "progress": progress},
             "deadline": moment(deadline),
             "not_before": moment(not_before),
             "conversation": conversation,
-            "metadata": _plain(metadata),
-            "output": _plain(output),
+            "metadata": plain(metadata),
+            "output": plain(output),
         }
         record = build(fields, self._spread_of(tenant))
-        if len(record.value) > MAX_RECORD_BYTES:
-            record = await self._claim_check(fields, record, store)
         pool = self._pool_of(body)
         topic = jobs_topic(pool, tier, tenant if self._own_topics else None)
-        await self._connection.must_exist(topic)
-
         token = ResumeToken(self._reply_topic, partition, replies.end_of(partition), tenant, id, run)
-        waiting = self._stream(token, stream)
-        replies.open(waiting)
-        sending = Sending(topic, id, record.key.decode(), traceparent)
+        waiting = self._stream(token, stream, content_of(fields))
+        replies.open(waiting)  # before anything is stored or sent: another job of this id may be on its way
         try:
-            wire = {**sending.headers, **(headers or {})}
-            if self._signer is not None:
-                wire[H_AUTHORIZATION] = self._signer.job(tenant=tenant, job_id=id, pool=pool, value=record.value)
-            place = await self._connection.send(topic, record.key, record.value, wire)
-        except BaseException as error:
+            if len(record.value) > MAX_RECORD_BYTES:
+                record = await self._claim_check(fields, record, store)
+            await self._connection.must_exist(topic)
+            with Sending(topic, id, record.key.decode(), traceparent) as sending:
+                wire = {**sending.headers, **more}
+                if self._signer is not None:
+                    wire[H_AUTHORIZATION] = self._signer.job(tenant=tenant, job_id=id, pool=pool, value=record.value)
+                place = await self._connection.send(topic, record.key, record.value, wire)
+                sending.sent(place.partition, place.offset)
+        except BaseException:
             replies.close(waiting)
-            sending.failed(error)
             raise
-        sending.sent(place.partition, place.offset)
         return self._submitted(waiting, token, place, sending.trace_id)
 
     async def chat(
@@ -236,7 +250,7 @@ class Client:
 
         Raises what `publish` and `Submitted.result` raise. After ResultTimeout the job is cancelled: nobody has its id.
         """
-        if isinstance(messages, str | bytes | Mapping):
+        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
             raise InvalidJob(
                 f'messages: takes a list, such as [{{"role": "user", "content": "…"}}], not {type(messages).__name__}'
             )
@@ -258,7 +272,7 @@ class Client:
         of another reply topic.
         """
         replies, _ = self._open()
-        token = ResumeToken.parse(token) if isinstance(token, str) else token
+        token = token if isinstance(token, ResumeToken) else ResumeToken.parse(token)
         if token.topic != self._reply_topic:
             raise ClientError(
                 f"the token is of reply topic {token.topic}: resume it with Client(…, reply_topic={token.topic!r})"
@@ -294,8 +308,8 @@ class Client:
         wish = {name: value for name, value in wish.items() if value is not None}
         try:
             CancelRecord.model_validate(wish)
-        except ValueError as error:
-            raise InvalidJob(f"not a cancel: {str(error).splitlines()[-1].strip()}") from None
+        except ValidationError as error:
+            raise InvalidJob(fault(error, "cancel")) from None
         topic = cancel_topic(tenant if self._own_topics else None)
         await self._connection.must_exist(topic)
         wish["at"] = format_time(datetime.now(UTC))
@@ -311,7 +325,7 @@ class Client:
         consumer = await self._connection.open()
         await self._connection.must_exist(self._reply_topic)
         count = await self._connection.partitions(self._reply_topic)
-        self._partitions = self._choose(count)
+        self._partitions = choose(self._reply_topic, self._reply_partitions, count)
         if None in (self._pool, self._tier, self._spread):
             self._registry = Registry(self._connection)
             await self._registry.open()
@@ -334,14 +348,6 @@ class Client:
         model = body.get("model") if isinstance(body, Mapping) else None
         found = self._registry.pool_of(model) if self._registry is not None else None
         return self._pool or found or "default"
-
-    def _choose(self, count: int) -> list[int]:
-        wanted = self._reply_partitions
-        if isinstance(wanted, int):
-            return sorted(random.sample(range(count), max(1, min(wanted, count))))
-        if not wanted or not all(0 <= number < count for number in wanted):
-            raise UnknownTopic(f"{self._reply_topic} has partitions 0 to {count - 1}, not {list(wanted)}")
-        return list(wanted)
 
     async def _disconnect(self) -> None:
         if self._replies is not None:
@@ -368,7 +374,7 @@ class Client:
         ref = await store.put_input(record.tenant, record.id, record.run, orjson.dumps(fields["body"]))
         return build({**fields, "body": None, "input": ref.wire()}, self._spread_of(record.tenant))
 
-    def _stream(self, token: ResumeToken, streaming: bool) -> Stream:
+    def _stream(self, token: ResumeToken, streaming: bool, content: bytes | None = None) -> Stream:
         return Stream(
             token.tenant,
             token.id,
@@ -377,6 +383,7 @@ class Client:
             offset=token.offset,
             limit=self._buffer,
             streaming=streaming,
+            content=content,
         )
 
     def _submitted(self, stream: Stream, token: ResumeToken, place: Place | None, trace_id: str | None) -> Submitted:
@@ -390,8 +397,3 @@ class Client:
             place=place,
             trace_id=trace_id,
         )
-
-
-def _plain(fields: Mapping[str, Any] | None) -> Any:
-    """A mapping as JSON knows it; anything else stays for the contract to refuse."""
-    return dict(fields) if isinstance(fields, Mapping) else fields

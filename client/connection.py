@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Mapping
 from typing import Any, TypeVar
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka.conn import collect_hosts
 from aiokafka.errors import KafkaError, MessageSizeTooLargeError, TopicAuthorizationFailedError
 
 from client.errors import Closed, InvalidJob, PublishFailed, UnknownTopic, Unreachable
@@ -55,6 +56,8 @@ class Connection:
 
     async def open(self) -> AIOKafkaConsumer:
         """The reading side, not assigned yet. Tries until it is cancelled. Raises Unreachable, KafkaError."""
+        if fault := address_fault(self.bootstrap):
+            raise Unreachable(fault)
         try:
             secured = self._arguments = {**self._security.arguments(), **self._kafka}
         except SecurityError as error:
@@ -81,6 +84,7 @@ class Connection:
         self._consumer = AIOKafkaConsumer(
             bootstrap_servers=self.bootstrap,
             enable_auto_commit=False,
+            isolation_level="read_committed",
             auto_offset_reset="earliest",  # only when retention overtakes a reader: what is left is read
             max_partition_fetch_bytes=FETCH_BYTES,
             **secured,
@@ -94,6 +98,7 @@ class Connection:
             bootstrap_servers=self.bootstrap,
             enable_auto_commit=False,
             auto_offset_reset="earliest",
+            isolation_level="read_committed",
             **{**self._arguments, **more},
         )
 
@@ -161,6 +166,15 @@ class Connection:
                         "the record may have been written; publishing it again with the same id is safe"
                     ) from error
                 await asyncio.sleep(RETRY_S)
+
+
+def address_fault(bootstrap: str) -> str | None:
+    """What to say where the client library can make no hosts and ports of it."""
+    try:
+        good = all(host.encode("idna") and 0 < port < 65_536 for host, port, _ in collect_hosts(bootstrap))
+    except (TypeError, ValueError, AttributeError):
+        good = False
+    return None if good else f"{bootstrap!r} is no address of a broker: write host:port, several with commas"
 
 
 async def stop(connection: AIOKafkaProducer | AIOKafkaConsumer) -> None:

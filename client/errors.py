@@ -81,9 +81,9 @@ class JobFailed(JobEnded):
     """`retriable` means: the same job may succeed when it is published again with `run` + 1."""
 
     def __init__(self, event: Mapping[str, Any]) -> None:
-        error = event.get("error") or {}
-        self.code: str = error.get("code", "internal")
-        self.message: str = error.get("message", "no message")
+        error = object_or_empty(event.get("error"))
+        self.code: str = str(error.get("code", "internal"))
+        self.message: str = str(error.get("message", "no message"))
         self.retriable: bool = bool(error.get("retriable"))
         self.dead_letter: Mapping[str, Any] | None = error.get("dead_letter")
         super().__init__(f"job {event.get('job_id')} failed: {self.code}: {self.message}", event)
@@ -97,6 +97,11 @@ class JobCancelled(JobEnded):
 class JobExpired(JobEnded):
     def __init__(self, event: Mapping[str, Any]) -> None:
         super().__init__(f"job {event.get('job_id')} expired: its deadline passed before it ended", event)
+
+
+def object_or_empty(value: object) -> Mapping[str, Any]:
+    """A JSON object of an event; whatever else stands in its place says nothing."""
+    return value if isinstance(value, dict) else {}
 
 
 def ended(event: Mapping[str, Any]) -> JobEnded | None:

@@ -16,6 +16,8 @@ from aiokafka.errors import TopicAuthorizationFailedError
 from pydantic import BaseModel, ValidationError
 
 from client.connection import Connection, stop
+from schemas.cancellation import is_asked_for
+from schemas.keys import entry_name
 from schemas.names import MODELS, TENANTS
 from schemas.tenants import ModelEntry, Tenant
 
@@ -84,14 +86,9 @@ class Registry:
         while True:
             try:
                 await self._turn(consumer)
-            except asyncio.CancelledError as error:
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
+            except (asyncio.CancelledError, Exception) as error:
+                if isinstance(error, asyncio.CancelledError) and is_asked_for():
                     raise
-                # The client library cancels its own futures when a connection goes away.
-                log.warning("the registry cannot be followed, tried again: %r", error)
-                await asyncio.sleep(RETRY_S)
-            except Exception as error:
                 log.warning("the registry cannot be followed, tried again: %r", error)
                 await asyncio.sleep(RETRY_S)
 
@@ -117,7 +114,7 @@ class Registry:
 def _take(known: dict[str, Model], model: type[Model], records: Iterable[ConsumerRecord]) -> None:
     """What is not valid leaves the former entry in force, as it does in the service."""
     for record in records:
-        key = (record.key or b"").decode("ascii", "replace")
+        key = entry_name(record.key)
         if record.value is None:
             known.pop(key, None)
             continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,8 +17,9 @@ import orjson
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
 
-from client.errors import ClientError, Closed, ResumeExpired
+from client.errors import ClientError, Closed, InvalidJob, ResumeExpired, UnknownTopic
 from client.stream import Stream
+from schemas.cancellation import is_asked_for
 from schemas.names import H_TYPE
 
 log = logging.getLogger("headrace.client")
@@ -75,10 +77,18 @@ class Replies:
         return max(self._next[partition], highwater or 0)
 
     def open(self, stream: Stream) -> None:
-        """From now on the stream gets its events. Raises Closed."""
+        """From now on the stream gets its events. Raises Closed, and InvalidJob if a job of this identity with other
+        content is open: both would be shown the first one's end, since only one can count.
+        """
         if self._failure is not None:
             raise self._failure
-        self._streams.setdefault(stream.job_id.encode(), []).append(stream)
+        streams = self._streams.setdefault(stream.job_id.encode(), [])
+        if any(_conflict(stream, other) for other in streams):
+            raise InvalidJob(
+                f"id: job {stream.job_id} (run {stream.published_run}) of {stream.tenant} is open in this client with "
+                "other content; choose another id, or run + 1"
+            )
+        streams.append(stream)
 
     async def reopen(self, stream: Stream) -> None:
         """As `open`, reading its partition again from the stream's offset on. Raises ResumeExpired, ClientError."""
@@ -143,6 +153,10 @@ class Replies:
                     self._next[place.partition] = records[-1].offset + 1
                 if self._expiring:
                     self._expire()
+        except asyncio.CancelledError:
+            if is_asked_for():
+                raise
+            self._fail(Closed(f"replies on {self._topic} can no longer be read: the connection went away"))
         except KafkaError as error:
             self._fail(Closed(f"replies on {self._topic} can no longer be read: {type(error).__name__}: {error}"))
         except Exception as error:  # a fault of ours must not leave callers waiting for ever
@@ -180,16 +194,34 @@ class Replies:
         self._expiring.clear()
 
 
+def choose(topic: str, wanted: int | Sequence[int], count: int) -> list[int]:
+    """Which of a topic's `count` partitions a client takes: so many at random, or those it names. UnknownTopic."""
+    if isinstance(wanted, int):
+        return sorted(random.sample(range(count), max(1, min(wanted, count))))
+    if not wanted or not all(0 <= number < count for number in wanted):
+        raise UnknownTopic(f"{topic} has partitions 0 to {count - 1}, not {list(wanted)}")
+    return list(wanted)
+
+
 def parse(value: bytes) -> Mapping[str, Any] | None:
     """An event with the identity every event has; None for anything else."""
     try:
         event = orjson.loads(value)
         well_formed = (
-            isinstance(event["run"], int) and isinstance(event["type"], str) and isinstance(event["tenant"], str)
+            isinstance(event["run"], int)
+            and isinstance(event["type"], str)
+            and isinstance(event["tenant"], str)
+            and isinstance(event.get("job_id", ""), str)
+            and isinstance(event.get("attempt", ""), str)
         )
-    except (orjson.JSONDecodeError, KeyError, TypeError):
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
         return None
     return event if well_formed else None
+
+
+def _conflict(one: Stream, other: Stream) -> bool:
+    same = (one.tenant, one.published_run) == (other.tenant, other.published_run)
+    return same and None not in (one.content, other.content) and one.content != other.content
 
 
 def _expired(stream: Stream) -> ResumeExpired:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import orjson
 
-from client.errors import ClientError, ResultTimeout, StoreError
+from client.errors import ClientError, ResultTimeout, StoreError, object_or_empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,12 @@ class ResumeToken:
         """Raises ClientError when `text` is not a token."""
         try:
             token = cls(**orjson.loads(text))
-            numbers_ok = all(isinstance(n, int) and n >= 0 for n in (token.partition, token.offset, token.run))
         except (TypeError, ValueError) as error:
             raise ClientError(f"not a resume token: {error}") from None
-        if not numbers_ok:
+        if not all(isinstance(n, int) and n >= 0 for n in (token.partition, token.offset, token.run)):
             raise ClientError("not a resume token: partition, offset and run are numbers from 0")
+        if not all(isinstance(text, str) and text.isascii() for text in (token.topic, token.tenant, token.id)):
+            raise ClientError("not a resume token: topic, tenant and id are text")
         return token
 
 
@@ -86,20 +87,28 @@ class Usage:
 
     @classmethod
     def of(cls, usage: Mapping[str, Any] | None) -> Usage:
-        usage = usage or {}
+        usage = object_or_empty(usage)
         return cls(
             prompt_tokens=usage.get("prompt_tokens") or 0,
             completion_tokens=usage.get("completion_tokens") or 0,
-            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
-            reasoning_tokens=(usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0,
+            cached_tokens=object_or_empty(usage.get("prompt_tokens_details")).get("cached_tokens") or 0,
+            reasoning_tokens=object_or_empty(usage.get("completion_tokens_details")).get("reasoning_tokens") or 0,
         )
 
 
 def choice_text(choice: Mapping[str, Any]) -> str:
     """The text in a choice of a chunk or of a response, chat or plain completion."""
     part = choice.get("delta") or choice.get("message")
-    text: str | None = part.get("content") if part else choice.get("text")
-    return text or ""
+    text = part.get("content") if isinstance(part, dict) else choice.get("text")
+    return text if isinstance(text, str) else ""
+
+
+def is_chunk_object(data: object) -> TypeGuard[Mapping[str, Any]]:
+    """Whether this is built as OpenAI's chunks are, so that whoever shows it need not look again."""
+    if not isinstance(data, dict):
+        return False
+    choices = data.get("choices", ())
+    return isinstance(choices, list | tuple) and all(isinstance(choice, dict) for choice in choices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +187,12 @@ class Result:
         place: tuple[str, int, int],
         fetch: Callable[[BlobRef], Awaitable[bytes]] | None = None,
     ) -> Result:
-        """From a `completed` event; `fetch` gets a stored response's bytes, None without a store."""
+        """From a `completed` event; `fetch` gets a stored response's bytes, None without a store.
+
+        Raises StoreError, KeyError or TypeError for one that lacks what the contract says it has.
+        """
+        if not isinstance(event.get("response"), dict | None):
+            raise TypeError("response is no object")
         return cls(
             job_id=event["job_id"],
             run=event["run"],

@@ -45,23 +45,27 @@ class StoreAccess:
 
 
 class Store:
-    """One per client. Nothing is connected before the first transfer."""
+    """One per client. Nothing is connected before the first transfer. Raises StoreError for an address that is none."""
 
     def __init__(self, access: StoreAccess) -> None:
         self._access = access
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="headrace-store")
-        self._minio = Minio(
-            access.endpoint,
-            access_key=access.access_key,
-            secret_key=access.secret_key,
-            secure=access.secure,
-            region=access.region,
-            http_client=urllib3.PoolManager(
-                maxsize=THREADS,
-                timeout=urllib3.Timeout(connect=CONNECT_S, read=READ_S),
-                retries=urllib3.Retry(total=3, backoff_factor=0.3, status_forcelist=[500, 502, 503, 504]),
-            ),
+        pool = urllib3.PoolManager(
+            maxsize=THREADS,
+            timeout=urllib3.Timeout(connect=CONNECT_S, read=READ_S),
+            retries=urllib3.Retry(total=3, backoff_factor=0.3, status_forcelist=[500, 502, 503, 504]),
         )
+        try:
+            self._minio = Minio(
+                access.endpoint,
+                access_key=access.access_key,
+                secret_key=access.secret_key,
+                secure=access.secure,
+                region=access.region,
+                http_client=pool,
+            )
+        except ValueError as error:
+            raise StoreError(f"{access.endpoint!r} is no address of a store ({error}): write host:port") from None
 
     async def fetch(self, ref: BlobRef) -> bytes:
         """The object whole. Raises StoreError when it cannot be had, DigestMismatch when it is not what was written."""
@@ -88,6 +92,8 @@ class Store:
             ) from None
         except MinioException as error:
             raise StoreError(f"the store at {self._access.endpoint} refused: {error}") from error
+        except (TypeError, ValueError) as error:  # a bucket or key that no store could have
+            raise StoreError(f"not a place in the store: {error}") from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise StoreError(
                 f"the store at {self._access.endpoint} is not reachable: {type(error).__name__}"

@@ -14,7 +14,7 @@ from typing import Any
 
 from client.errors import ResultTimeout
 from client.reader import Reader, Step
-from client.result import Chunk, Event, ResultOnly, Started, Waiting
+from client.result import Chunk, Event, ResultOnly, Started, Waiting, is_chunk_object
 
 SLOW = "the reader was too slow"
 GAP = "chunks are missing on the reply topic"
@@ -25,10 +25,20 @@ class Stream:
     """`limit` is the number of events that may wait for the consumer before chunks are dropped.
 
     With `streaming` False only the terminal event matters, and chunks need not even be parsed by whoever feeds it.
+    `content` is the digest of what was published; None when that is not known here.
     """
 
     def __init__(
-        self, tenant: str, job_id: str, run: int, *, partition: int, offset: int, limit: int, streaming: bool
+        self,
+        tenant: str,
+        job_id: str,
+        run: int,
+        *,
+        partition: int,
+        offset: int,
+        limit: int,
+        streaming: bool,
+        content: bytes | None = None,
     ) -> None:
         self.tenant = tenant
         self.job_id = job_id
@@ -36,6 +46,8 @@ class Stream:
         self.next_offset = offset  # records before it have been seen, or are older than the job
         self.seen = False  # any event of the job at all
         self.streaming = streaming
+        self.content = content
+        self.published_run = run
         self._limit = limit
         self._reader = Reader(run)
         self._items: deque[Event] = deque()
@@ -106,8 +118,9 @@ class Stream:
         return False
 
     def fail(self, error: Exception) -> None:
-        """No more events will come: whoever waits gets `error`."""
+        """No more events will come: who waits, or asks for more, gets `error` at once. Nothing after the job's end."""
         if not self._end.done():
+            self._items.clear()
             self._end.set_exception(error)
         self._wake.set()
 
@@ -146,13 +159,17 @@ class Stream:
         if len(self._items) >= self._limit:
             self._drop(SLOW)
             return
+        data = event.get("chunk")
+        if not is_chunk_object(data):
+            self._drop(GAP)
+            return
         self._put(
             Chunk(
                 attempt=event["attempt"],
                 seq=event["seq"],
                 offset=event["offset"],
                 tokens=event["tokens"],
-                data=event["chunk"],
+                data=data,
                 first=self._first,
             )
         )

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple
 
-from client.errors import ended
+from client.errors import ClientError, Closed, ended
 from client.result import BlobRef, Chunk, Event, Result, ResumeToken
 from client.stream import Stream
 
@@ -79,7 +79,11 @@ class Submitted:
         if error is not None:
             raise error
         if self._result is None:
-            self._result = Result.of(event, (self.token.topic, self.token.partition, offset), self._fetch)
+            place = (self.token.topic, self.token.partition, offset)
+            try:
+                self._result = Result.of(event, place, self._fetch)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ClientError(f"job {self.id} ended by an event that is none of the contract's: {error}") from None
         if download or (download is None and self._fetch is not None):
             await self._result.download(None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began)))
         return self._result
@@ -112,5 +116,8 @@ class Submitted:
         await self._cancel(self.id, self.tenant, None)
 
     def close(self) -> None:
-        """Gives up on this job's events; the job itself goes on. Not needed once it has ended."""
+        """Gives up on this job's events, for whoever waits too (Closed); the job itself goes on. Not needed once it has
+        ended, and then it takes nothing back.
+        """
         self._close(self._stream)
+        self._stream.fail(Closed(f"close() gave up on job {self.id}; resume(job.token) finds it again"))

@@ -7,6 +7,8 @@ is there already is still passed on.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
 
 from opentelemetry import context, propagate, trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
@@ -25,7 +27,7 @@ MESSAGE_KEY = "messaging.kafka.message.key"
 
 
 class Sending:
-    """The span `send <topic>` around the publication of one job, from construction to `sent()` or `failed()`."""
+    """The span `send <topic>` around the publication of one job, a context manager that ends it."""
 
     def __init__(self, topic: str, job_id: str, key: str, traceparent: str | None = None) -> None:
         parent = context.get_current()
@@ -53,9 +55,14 @@ class Sending:
     def sent(self, partition: int, offset: int) -> None:
         self._span.set_attribute(PARTITION, str(partition))
         self._span.set_attribute(OFFSET, offset)
-        self._span.end()
 
-    def failed(self, error: BaseException) -> None:
-        self._span.set_attribute("error.type", type(error).__name__)
-        self._span.set_status(Status(StatusCode.ERROR, str(error)))
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._span.set_attribute("error.type", type(error).__name__)
+            self._span.set_status(Status(StatusCode.ERROR, str(error)))
         self._span.end()

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from aiokafka import AIOKafkaConsumer
 from aiokafka.structs import ConsumerRecord, TopicPartition
 
+from schemas.cancellation import is_asked_for
 from service.bounded_stop import stop_within
-from service.cancellation import is_asked_for
 from service.settings import KafkaSettings
 
 log = logging.getLogger(__name__)
@@ -79,6 +79,7 @@ class Follower:
                 **self._settings.connection(),
                 enable_auto_commit=False,
                 auto_offset_reset="earliest",  # also for a log that was cut
+                isolation_level="read_committed",
                 request_timeout_ms=self._settings.request_timeout_ms,
             )
             try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -28,12 +28,12 @@ from consumers.offsets import GroupOffsets, is_member
 from consumers.ports import Outlet, Reception
 from consumers.rebalance import Rebalance
 from consumers.security import security_of
+from consumers.topic_ids import TopicWatch
 from schemas import names
 from service.bounded_stop import stop_within
 from service.job import Place, Record, Ticket
 from service.ledger import Book, Committer, Key
-from service.ledger.committer import LEASE_MARGIN_S
-from service.settings import Settings
+from service.settings import LEASE_MARGIN_S, Settings
 
 log = logging.getLogger(__name__)
 # FastStream's own log: a warning at every start, two lines per record at its level; only its errors are news.
@@ -67,6 +67,8 @@ class JobsConsumer:
         self._instance = settings.kafka.instance or None  # static member id (R18)
         # Told of the partition numbers that came here, before they are read; `None`: nobody wants to know.
         self.recall: Callable[[frozenset[int]], Awaitable[None]] | None = None
+        self.missing: frozenset[str] = frozenset()  # topics to be read that are not there
+        self._watch = TopicWatch(lambda: self._joined_admin()._client, lambda: self._topics, self._seen)
         self._closed: set[str] = set()  # why admission is stopped altogether
         self._admin: AIOKafkaAdminClient | None = None
         self._rebalance: Rebalance | None = None
@@ -75,6 +77,7 @@ class JobsConsumer:
         self._subscriber: Any = None
         self._stopping: asyncio.Task[bool] | None = None
         book.on_pressure = self._pressed
+        book.positions = self._positions
 
     # life
 
@@ -102,6 +105,7 @@ class JobsConsumer:
             consumer=self._joined_consumer,
             apply=self._apply,
             recall=self.recall,
+            topic_ids=self._watch.ask,
             former_lease_s=kafka.session_timeout_ms / 1000 - LEASE_MARGIN_S if self._instance else 0.0,
         )
         self._broker = self._build(self._rebalance)
@@ -109,6 +113,7 @@ class JobsConsumer:
         joining = asyncio.create_task(self._join(self._admin, self._broker), name="join")
         await asyncio.wait({joining}, timeout=timeout_s)
         if joining.done() and not joining.cancelled() and joining.exception() is None:
+            self._watch.start()
             return
         joining.cancel()
         await asyncio.wait({joining}, timeout=1.0)
@@ -226,6 +231,7 @@ class JobsConsumer:
             group_id=names.group_id(self._settings.pool),
             group_instance_id=self._instance,
             auto_offset_reset="earliest",
+            isolation_level="read_committed",  # a job of an open or aborted transaction is none
             ack_policy=AckPolicy.MANUAL,
             no_reply=True,
             parser=parse,
@@ -251,6 +257,7 @@ class JobsConsumer:
 
     async def _stop(self, clean: bool, commit_s: float) -> bool:
         self.pause_all("stopping")
+        await self._watch.stop()
         committer, rebalance = self._committer, self._rebalance
         stored = True
         if committer is not None and rebalance is not None:
@@ -265,6 +272,30 @@ class JobsConsumer:
         if self._admin is not None:
             await stop_within(1.0, self._admin.close())
         return stored
+
+    def _joined_admin(self) -> AIOKafkaAdminClient:
+        if self._admin is None:
+            raise RuntimeError("the consumer was not started")
+        return self._admin
+
+    async def _seen(self, ids: Mapping[str, bytes]) -> None:
+        """What topics there are. The client is told where it thinks otherwise: alone it looks every five minutes."""
+        self.missing = frozenset(self._topics) - ids.keys()
+        consumer, rebalance = self._joined_consumer(), self._rebalance
+        if any(bool(consumer.partitions_for_topic(topic)) != (topic in ids) for topic in self._topics):
+            consumer._client.force_metadata_update()
+        if rebalance is not None:
+            await rebalance.seen(ids)
+
+    def _positions(self) -> dict[Key, int]:
+        """How far the client has come, beyond what it had no record for. Only while the one who takes records waits for
+        one: else a record may have been handed out that is not registered yet."""
+        state = getattr(self.consumer, "_subscription", None)
+        subscription = state.subscription if state is not None and state._fetch_count else None
+        assignment = subscription.assignment if subscription is not None else None
+        if assignment is None or not assignment.active:
+            return {}
+        return {(tp.topic, tp.partition): at.offset for tp, at in assignment.all_consumed_offsets().items()}
 
     def _joined_consumer(self) -> AIOKafkaConsumer:
         consumer = self.consumer
@@ -306,7 +337,7 @@ class Admission(BaseMiddleware):
         raw: Any = self.msg
         self._jobs.received += 1
         place = Place(raw.topic, raw.partition, raw.offset)
-        self._ticket = self._jobs.book.register(place)
+        self._ticket = self._jobs.book.register(place, raw.timestamp)
         if self._ticket is not None:
             self._record = Record(place, raw.key, raw.value, tuple(raw.headers), raw.timestamp)
 

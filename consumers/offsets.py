@@ -21,6 +21,7 @@ from aiokafka.structs import OffsetAndMetadata, TopicPartition
 from service.ledger import Commit, Evicted, Key, MetadataTooLarge
 
 READ_S = 3.0  # of one read of the offset store; the caller tries again
+GONE_S = 0.2  # how often a commit under way looks whether its topics still are there
 
 
 def is_member(consumer: AIOKafkaConsumer | None) -> bool:
@@ -43,13 +44,27 @@ class GroupOffsets:
         if consumer is None or not is_member(consumer):
             raise Evicted("not a member of the group")
         try:
-            await consumer.commit({TopicPartition(*key): OffsetAndMetadata(*commit) for key, commit in commits.items()})
+            await self._commit(consumer, commits)
         except CommitFailedError as error:
             raise Evicted(f"generation lost ({type(error.__cause__).__name__})") from error
         except IllegalStateError as error:
             raise Evicted(str(error)) from error
         except OffsetMetadataTooLargeError as error:
             raise MetadataTooLarge(str(error)) from error
+
+    async def _commit(self, consumer: AIOKafkaConsumer, commits: Mapping[Key, Commit]) -> None:
+        """For a topic that is not there the client would try for ever, and the lease run out meanwhile."""
+        commits = {key: commit for key, commit in commits.items() if consumer.partitions_for_topic(key[0])}
+        task = asyncio.ensure_future(
+            consumer.commit({TopicPartition(*key): OffsetAndMetadata(*commit) for key, commit in commits.items()})
+        )
+        try:
+            while not (await asyncio.wait({task}, timeout=GONE_S))[0]:
+                if gone := sorted({topic for topic, _ in commits if not consumer.partitions_for_topic(topic)}):
+                    raise KafkaError(f"topics are gone: {', '.join(gone)}")
+            await task
+        finally:
+            task.cancel()
 
     async def committed(self, keys: Collection[Key]) -> dict[Key, Commit | None]:
         """Raises KafkaError, also if the answer leaves a partition out: a coordinator that is still loading answers

@@ -4,6 +4,9 @@
     assigned  pause all → drop what is lost → [read committed → drop what another wrote → end of barrier → gate open
               → log bounds → take → read the status topic to its end → settle → seek → resume]
 
+A topic that was deleted takes no partition from us that another could have: what runs of it goes on to its end. Made
+again, it is read from its start, whatever was committed for its name.
+
 The part in brackets is a task of its own: no heartbeat is sent while the assigned callback runs, so it waits for the
 task only a while; partitions stay paused until their turn, and the next revoked callback ends the task.
 """
@@ -22,7 +25,7 @@ from aiokafka.structs import TopicPartition
 from consumers.offsets import is_member
 from consumers.ports import Outlet, Reception
 from consumers.status import LogReader
-from service.cancellation import is_asked_for
+from schemas.cancellation import is_asked_for
 from service.job import Place
 from service.ledger import Book, Commit, Committer, Key, Offsets
 from service.ledger.metadata import decode
@@ -57,6 +60,7 @@ class Rebalance(ConsumerRebalanceListener):
         consumer: Callable[[], AIOKafkaConsumer],
         apply: Callable[[Iterable[Key]], None],
         recall: Callable[[frozenset[int]], Awaitable[None]] | None = None,
+        topic_ids: Callable[[Iterable[str]], Awaitable[Mapping[str, bytes]]] | None = None,
         former_lease_s: float = 0.0,
     ) -> None:
         self.joined = False  # from knowing what is ours of an assignment to the next revoked callback
@@ -72,6 +76,9 @@ class Rebalance(ConsumerRebalanceListener):
         self._consumer = consumer
         self._apply = apply
         self._recall = recall
+        self._topic_ids = topic_ids
+        self._known: dict[str, bytes] = {}  # topic → the id it had when its partitions were taken
+        self._anew: set[Key] = set()  # to be taken whatever is committed for the name
         self._former_lease_s = former_lease_s
         self._lapsed = True  # somebody else may have been us
         self._taking: asyncio.Task[None] | None = None
@@ -86,6 +93,15 @@ class Rebalance(ConsumerRebalanceListener):
                 await self._hand_over()
             self._prepared = False
 
+    async def seen(self, ids: Mapping[str, bytes]) -> None:
+        """The topics that there are now. Partitions of one that was made again meanwhile are taken anew."""
+        if not any(self._known.get(topic, found) != found for topic, found in ids.items()):
+            return
+        await self.halt()
+        if self.joined:  # else the next assignment does it
+            self._consumer().pause(*(TopicPartition(*key) for key in self.assignment))
+            self._taking = asyncio.create_task(self._take_over(self.assignment), name="take-partitions")
+
     async def prepare(self) -> None:
         """What the revoked callback does, before a change of subscription: then commits are still possible."""
         async with self._handing:
@@ -98,6 +114,7 @@ class Rebalance(ConsumerRebalanceListener):
         if self._former_lease_s and not is_member(self._consumer()):
             self._lapsed = True
         await self.halt()
+        self._part(self._gone(self._book.keys))
         if self._book.keys:
             await self.barrier()
             await self._committer.hand_over(clean=True, deadline_s=COMMIT_S)
@@ -108,6 +125,7 @@ class Rebalance(ConsumerRebalanceListener):
         keys = frozenset((tp.topic, tp.partition) for tp in assigned)
         self.assignment = keys
         self.count += 1
+        self._part(self._gone(self._book.keys - keys))
         self._let_go(self._book.keys - keys)
         self._taking = asyncio.create_task(self._take_over(keys), name="take-partitions")
         await asyncio.wait({self._taking}, timeout=BUDGET * self._settings.session_timeout_ms / 1000)
@@ -151,6 +169,7 @@ class Rebalance(ConsumerRebalanceListener):
             await asyncio.sleep(self._former_lease_s)
             stored = await self._committed(keys)
         self._lapsed = False
+        await self._compare(keys)
         # A value that is not ours means that somebody owned the partition in between, and ended jobs of it.
         self._let_go({key for key in self._book.keys if not self._book.known(key, stored[key])})
         if self._barred:
@@ -171,7 +190,8 @@ class Rebalance(ConsumerRebalanceListener):
                 async with LogReader(self._settings) as reader:
                     bounds = await reader.bounds(fresh)
                     for key in sorted(fresh):
-                        self._book.take(key, stored[key], *bounds[key])
+                        self._book.take(key, None if key in self._anew else stored[key], *bounds[key])
+                    self._anew -= fresh
                     fresh = frozenset()
                     self._committer.wake()
                     if deadline is None:
@@ -216,15 +236,40 @@ class Rebalance(ConsumerRebalanceListener):
         starts = self._book.unsettled()
         ended = 0
 
-        def tell(origin: Place, status_offset: int) -> None:
+        def tell(origin: Place, status_offset: int, at_ms: int) -> None:
             nonlocal ended
-            ended += self._book.settle(origin, status_offset)
+            ended += self._book.settle(origin, status_offset, at_ms)
 
         ends = await reader.ended(self._status_topic, starts, tell, deadline)
         for number, end in ends.items():
             self._book.settled(number, end)
         if ended:
             log.info("the status topic settled %d records that had ended without being committed", ended)
+
+    async def _compare(self, keys: frozenset[Key]) -> None:
+        """Finds topics that were made again since we had partitions of them."""
+        if self._topic_ids is None or not keys:
+            return
+        try:
+            ids = await self._topic_ids({topic for topic, _ in keys})
+        except Exception as error:
+            log.warning("topic ids not read, taken for the former ones: %r", error)
+            return
+        anew = {topic for topic, found in ids.items() if self._known.get(topic, found) != found}
+        if anew:
+            log.warning("deleted and made again, read from the start topics=%s", ",".join(sorted(anew)))
+            self._part({key for key in self._book.keys if key[0] in anew})
+            self._anew |= {key for key in keys if key[0] in anew}
+        self._known.update(ids)
+
+    def _gone(self, keys: Iterable[Key]) -> set[Key]:
+        """Those whose topic the client does not find any more."""
+        return {key for key in keys if not self._consumer().partitions_for_topic(key[0])}
+
+    def _part(self, keys: set[Key]) -> None:
+        """From partitions that nobody has any more. What is not due yet cannot be fetched again: let go."""
+        self._let_go({key for key in keys if key[0] in self._book.timed})
+        self._book.detach(keys - {key for key in keys if key[0] in self._book.timed})
 
     def _let_go(self, lost: Iterable[Key]) -> None:
         gone = set(lost)

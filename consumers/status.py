@@ -1,6 +1,7 @@
 """Reads the status topic from where a commit left off to its end: what ended without being committed (R4).
 
-A plain consumer without a group, made for one reading and closed again.
+A plain consumer without a group, made for one reading and closed again. It reads uncommitted: status records are not
+written in transactions, and what it is asked for of jobs topics are their real ends, open transactions included.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ class LogReader:
         return {(tp.topic, tp.partition): (begins[tp], ends[tp]) for tp in tps}
 
     async def ended(
-        self, topic: str, starts: Mapping[int, int], tell: Callable[[Place, int], Any], deadline: float
+        self, topic: str, starts: Mapping[int, int], tell: Callable[[Place, int, int], Any], deadline: float
     ) -> dict[int, int]:
-        """Calls `tell(place, status offset)` for every status record; returns the end offset per partition number.
+        """Calls `tell(place, offset, time in ms)` for every status record; returns the end offset per partition number.
 
         `starts`: first offset to read, per partition number. `deadline`: monotonic. Raises KafkaError, TimeoutError.
         """
@@ -94,7 +95,7 @@ class LogReader:
                 for record in records:
                     place = ended_at(record.value)
                     if place is not None:
-                        tell(place, record.offset)
+                        tell(place, record.offset, record.timestamp)
             for tp in [tp for tp, end in left.items() if await self._position(tp) >= end]:
                 del left[tp]
                 self._consumer.pause(tp)

@@ -76,7 +76,7 @@ class Secured:
 
     def security(self, user: str) -> KafkaSecurity:
         """How this user connects. Raises KeyError for an unknown one."""
-        return self.settings("", user).security
+        return self.settings("nowhere", user).security
 
     def environment(self, user: str = ADMIN) -> dict[str, str]:
         """The HEADRACE_… variables of this user."""

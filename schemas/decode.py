@@ -29,7 +29,8 @@ class NotJson(ValueError):
 @dataclass(frozen=True, slots=True)
 class Decoded:
     document: dict[str, Any]
-    # The name of the field with an integer beyond 64 bits, "" if it has none; in `document` it reads 0. None = no such.
+    # The name of the field with an integer beyond 64 bits, "" if it has none; in `document` it reads -1, which no reply
+    # partition, run or size can be. None = no such.
     too_big: str | None
 
 
@@ -53,7 +54,7 @@ def decode(value: bytes | None) -> Decoded:
 
 
 def _settle_integers(value: bytes) -> tuple[bytes, str | None]:
-    """The text with 0 for each integer beyond 64 bits (a parser makes floats of them), and the field of the first."""
+    """The text with -1 for each integer beyond 64 bits (a parser makes floats of them), and the field of the first."""
     found: list[str] = []
 
     def settle(match: re.Match[bytes]) -> bytes:
@@ -68,7 +69,7 @@ def _settle_integers(value: bytes) -> tuple[bytes, str | None]:
             return token
         key = _KEY.search(value, max(0, match.start() - 80), match.start())
         found.append(key[1].decode() if key else "")
-        return b"0"
+        return b"-1"
 
     settled = _TOKEN.sub(settle, value)
     return (settled, found[0]) if found else (value, None)

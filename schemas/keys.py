@@ -1,4 +1,4 @@
-"""The key of a job's record, and the partition that a key lies on: what every publisher must do alike. Pure."""
+"""The keys of records, and the partition that a key lies on: what every publisher and reader must do alike. Pure."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ def partition_of(key: str, partitions: int) -> int:
 def job_key(tenant: str, spread: int, order: str) -> str:
     """`tenant`, or `tenant|k` for a tenant spread over several keys; `order` is the conversation or the job id."""
     return tenant if spread <= 1 else f"{tenant}|{partition_of(order, spread)}"
+
+
+def entry_name(key: bytes | None) -> str:
+    """The tenant, model or alias that a record of a registry's topic is about."""
+    return (key or b"").decode("utf-8", "replace")
 
 
 def tenant_of(key: bytes | None) -> str:

@@ -45,8 +45,9 @@ from service.tenants import Tenants
 
 log = logging.getLogger(__name__)
 
-# Longest wait for any one part when the worker stops, seconds: shutdown never hangs (R19).
-PART_STOP_S = 15.0
+# Longest wait when the worker stops, after the drain, seconds: for any one part, and for all of them together. What is
+# left when that time is over gets only the last one. Shutdown never hangs (R19).
+PART_STOP_S, PARTS_STOP_S, LATE_PART_S = 15.0, 35.0, 0.2
 
 
 class EngineGone(Exception):
@@ -111,8 +112,10 @@ class Worker:
         self.draining = False
         self._serving = False
         self._stop = asyncio.Event()
+        self._stop_by = 0.0  # monotonic; when all parts must have closed
         self._following: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
+        self._on_stopping: Callable[[], None] | None = None
 
     # -- life cycle
 
@@ -179,8 +182,11 @@ class Worker:
         if settings.cache_secret == Settings.model_fields["cache_secret"].default:
             log.warning("HEADRACE_CACHE_SECRET is the development default: set a secret of your own")
 
-    async def run(self, on_ready: Callable[[Worker], None] | None = None) -> None:
+    async def run(
+        self, on_ready: Callable[[Worker], None] | None = None, on_stopping: Callable[[], None] | None = None
+    ) -> None:
         """Serves until SIGTERM or SIGINT, then drains. Raises EngineGone (the engine is beyond repair), Superseded."""
+        self._on_stopping = on_stopping
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._asked_to_stop)
@@ -213,6 +219,7 @@ class Worker:
         self.scheduler.hold("draining")
         self.consumer.pause_all("draining")
         left = await self.scheduler.drain(drain_s)
+        self._stop_by = time.monotonic() + PARTS_STOP_S
         if left:
             log.warning("drain time is over running=%d: they are given back and run elsewhere", left)
         await self._part("scheduler", self.scheduler.stop())
@@ -238,14 +245,17 @@ class Worker:
     async def _part(self, name: str, stopping: Awaitable[Any]) -> None:
         """Each part in a task of its own: with the broker away a stop may hang or raise CancelledError (R19)."""
         task = asyncio.ensure_future(stopping)
-        await asyncio.wait({task}, timeout=PART_STOP_S)
+        seconds = max(LATE_PART_S, min(PART_STOP_S, self._stop_by - time.monotonic()))
+        await asyncio.wait({task}, timeout=seconds)
         if not task.done():
             task.cancel()
-            log.error("part did not stop in time part=%s seconds=%g", name, PART_STOP_S)
+            log.error("part did not stop in time part=%s seconds=%.1f", name, seconds)
         elif not task.cancelled() and (problem := task.exception()):
             log.error("part failed to stop part=%s error=%s", name, problem)
 
     def _asked_to_stop(self) -> None:
+        if self._on_stopping is not None and not self._stop.is_set():
+            self._on_stopping()
         self.draining = True
         self._stop.set()
 
@@ -316,6 +326,7 @@ class Worker:
             polled=self.consumer.last_poll,
             held=self.scheduler.holds,
             paused=self.consumer.paused_for,
+            missing=self.consumer.missing.intersection(names.consumed_topics(self.settings.pool)),
         )
 
     def readings(self) -> Readings:

@@ -314,6 +314,7 @@ class Audit:
             **connection,
             enable_auto_commit=False,
             auto_offset_reset="earliest",
+            isolation_level="read_committed",  # what a transaction took back is no job, so it cannot be lost
             max_partition_fetch_bytes=4 << 20,
             fetch_max_wait_ms=100,
         )

@@ -28,6 +28,7 @@ from starlette.routing import Route
 from schemas import export
 from service.settings import Settings
 from service.telemetry.metrics import Metrics, Readings
+from service.topics import REMEDY
 
 T = TypeVar("T")
 
@@ -60,6 +61,7 @@ class Condition:
     polled: float = 0.0  # monotonic time at which records were last asked for; 0 = not yet
     held: frozenset[str] = frozenset()  # why nothing new is started
     paused: frozenset[str] = frozenset()  # why nothing is read
+    missing: frozenset[str] = frozenset()  # topics of the pool that are not there
 
 
 class Vitals(Protocol):
@@ -229,6 +231,7 @@ def readiness(condition: Condition | None, now: float) -> dict[str, str | None]:
         "engine": None if condition.engine == "ready" else f"the engine is {condition.engine}",
         "group": None if condition.joined else "no assignment from the consumer group yet",
         "reading": f"no records were asked for in {unread:.0f} s" if unread > READ_STUCK_S else None,
+        "topics": f"missing: {', '.join(sorted(condition.missing))}; {REMEDY}" if condition.missing else None,
         "admission": f"nothing new is started: {', '.join(outages)}" if outages else None,
         "delivery": None if condition.delivery else "the delivery process is not up",
         "draining": "the worker is draining" if condition.draining else None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+from schemas.keys import entry_name
 from schemas.names import MODELS
 from schemas.tenants import ModelEntry
 from service.entries import Entries
@@ -30,7 +31,7 @@ class Models:
     def take(self, records: Iterable[tuple[bytes | None, bytes | None]]) -> None:
         """The next records of the topic, key and value. One that is not valid leaves the entry as it was."""
         for key, value in records:
-            name = (key or b"").decode("utf-8", "replace")
+            name = entry_name(key)
             if value is None:
                 self._entries.pop(name, None)
                 continue

@@ -187,7 +187,7 @@ class Reception:
             self._end_unstarted(arrival.head, Cancelled(), arrival.received, arrival.record)
         else:
             self.spill.note(job)
-            self._scheduler.put(job, alone=self._runner.is_suspect(job), returning=returning)
+            self._scheduler.put(job, company=self._runner.company(job), returning=returning)
 
     def answer(self, arrival: Arrival, kind: str, answer: Answer) -> None:
         stream = self._link.open(arrival.head, announce=False, prompt_tokens=0, record=arrival.record)

@@ -34,9 +34,13 @@ log = logging.getLogger(__name__)
 
 # Attempts after engine-transient errors, the first included.
 MAX_ATTEMPTS = 4
-# Unclean starts (R11) from which on a job runs alone, so that the one that the engine dies of is found; and those with
-# which it is not run again: its worker may be killed by it, which leaves nobody to say so.
-SUSPECT_STARTS, MAX_STARTS = 2, 5
+# What a job was present at (R11). Two deaths of this worker's engine: it runs alone, so that the one that the engine
+# dies of is found. The kill of a whole worker says less of each that ran there: by its unclean starts in all, a job
+# runs among suspects that fill a part of the slots, so that hundreds of them take 4 rounds and not hundreds; then it
+# runs alone; then not again, for it may be what kills its worker, which leaves nobody to say so.
+ALONE_DEATHS = 2
+COMPANY = {2: 1 / 4, 3: 1 / 16}
+ALONE_STARTS, MAX_STARTS = 4, 5
 # Back-off before attempt k + 1: 0.2 s x 4^(k-1), i.e. 0.2, 0.8, 3.2 s, each times 0.5 to 1.5 to spread jobs out.
 BACKOFF_S, BACKOFF_FACTOR = 0.2, 4.0
 # A cancelled attempt that has not ended by itself after this is taken from the engine (its place is free in 1 s: R13).
@@ -87,9 +91,12 @@ class Runner:
         """Unclean starts of this job so far, wherever it lay (R11)."""
         return job.starts + self._book.starts(job.ticket)
 
-    def is_suspect(self, job: Job) -> bool:
-        """Whether it must run alone: it was there each time that an engine or a worker died."""
-        return self.starts(job) >= SUSPECT_STARTS
+    def company(self, job: Job, deaths: int = 0) -> float:
+        """The part of the slots that suspects may fill beside it; 0: it runs alone. `deaths`: of engines here (R11)."""
+        if deaths >= ALONE_DEATHS:
+            return 0.0
+        starts = self.starts(job)
+        return 0.0 if starts >= ALONE_STARTS else COMPANY.get(starts, 1.0)
 
     def cancel(self, entry: Entry) -> bool:
         """Ends a job that has begun `cancelled`, with what there is of it. False: how it ends is decided already."""
@@ -173,6 +180,7 @@ class Runner:
                 present = lost and not isinstance(fault, EngineAway)
                 if present:
                     self._book.crashed(job.ticket)
+                    entry.deaths += 1
                 if entry.cancelled:
                     attempt.end(Cancelled.terminal)
                     return
@@ -180,7 +188,7 @@ class Runner:
                 if present and (entry.alone or starts >= MAX_STARTS):
                     attempt.fail(Refusal(ErrorCode.POISON_JOB, _poison(starts)), dead=True)
                     return
-                entry.alone = starts >= SUSPECT_STARTS
+                entry.company = self.company(job, entry.deaths)
                 entry.faults += not lost
                 if entry.faults >= MAX_ATTEMPTS:
                     attempt.fail(Refusal(ErrorCode.ENGINE_FAILED, _engine_failed(entry.faults)), dead=True)

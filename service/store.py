@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from http.client import InvalidURL
 from typing import Any, TypeVar
 
 import urllib3
@@ -43,12 +44,20 @@ PROBE_KEY, PROBE_BYTES = "probe", b"{}"
 # Answers that another try cannot change.
 _MISSING = frozenset({"NoSuchKey", "NoSuchBucket", "NoSuchVersion", "NoSuchObject"})
 _FINAL = _MISSING | {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "EntityTooLarge"}
+# Answers to a name that no object can have.
+_NAMELESS = frozenset(
+    {"InvalidBucketName", "InvalidObjectName", "InvalidURI", "KeyTooLongError", "XMinioInvalidObjectName"}
+)
 # Answers below 500 that say nothing of the call: the store is too busy, or full.
 _NOT_NOW = frozenset({"SlowDown", "RequestTimeout", "TooManyRequests", "QuotaExceeded", "InsufficientStorage"})
 
 
 class StoreUnavailable(Exception):
     """The store did not do it before the deadline, or refuses to. The message says why, without addresses or keys."""
+
+
+class NameRefused(StoreUnavailable):
+    """No object can have this name: the client or the store does not take it, now or ever."""
 
 
 class BlobMissing(Exception):
@@ -102,7 +111,7 @@ class Store:
         )
 
     async def get(self, bucket: str, key: str, size: int | None, sha256: str | None) -> bytes:
-        """An object's bytes, checked. Raises BlobMissing, DigestMismatch, StoreUnavailable.
+        """An object's bytes, checked. Raises BlobMissing, DigestMismatch, NameRefused, StoreUnavailable.
 
         At most `size` + 1 bytes are read, so that a wrong reference cannot fill the memory.
         """
@@ -142,8 +151,12 @@ class Store:
                     f"failed to {what} for {seconds:g} s: {cause}" if cause else f"did not answer within {seconds:g} s"
                 )
                 raise StoreUnavailable(f"the store {told}") from None
+            except (ValueError, InvalidURL) as error:  # the client's own word, before anything is sent
+                raise NameRefused(f"the client refused to {what}: {type(error).__name__}") from error
             except S3Error as error:
                 cause = _cause(error)
+                if cause in _NAMELESS:
+                    raise NameRefused(f"the store refused to {what}: {cause}") from error
                 if cause in _FINAL:
                     raise StoreUnavailable(f"the store refused to {what}: {cause}") from error
             except (MinioException, HTTPError, OSError) as error:

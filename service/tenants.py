@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from schemas.keys import entry_name
 from schemas.names import TENANTS
 from schemas.problems import named
 from schemas.tenants import Tenant, TenantLimits
@@ -68,7 +69,7 @@ class Tenants:
     def take(self, records: Iterable[tuple[bytes | None, bytes | None]]) -> None:
         """The next records of the topic, key and value. One that is not valid leaves the entry as it was."""
         for key, value in records:
-            name = (key or b"").decode("ascii", "replace")
+            name = entry_name(key)
             try:
                 if value is None:
                     if self._tenants.pop(name, None) is None:

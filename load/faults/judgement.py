@@ -13,8 +13,9 @@ torn          a result that differs from its stream, or from what was asked for
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from load.faults.breaks import Hit
@@ -71,6 +72,14 @@ class Judgement:
     numbers: Numbers
     findings: list[str] = field(default_factory=list)  # one line each, of what is wrong
     kinds: Counter[str] = field(default_factory=Counter)
+
+
+def strays(moves: Iterable[Move], hits: Sequence[Hit], workers: Set[str]) -> list[Move]:
+    """Partition numbers that went from one survivor to another since the first hit. (Moves are read late: those of the
+    workers' start may still come in when the round has begun.)"""
+    since = min((hit.since for hit in hits), default=math.inf)
+    survivors = workers - {hit.worker for hit in hits}
+    return [m for m in moves if m.at >= since and m.old != m.new and {m.old, m.new} <= survivors]
 
 
 def judge(traces: Sequence[Trace], hits: Iterable[Hit], moves: Iterable[Move]) -> Judgement:

@@ -9,7 +9,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from infra.progress import Progress
 from load.arena import Arena, Spawn
 from load.faults import jobs as plans
 from load.faults.breaks import AWAY, FAULTS, FROZEN, SOLITARY, Fault, Scene
-from load.faults.judgement import Judgement, Numbers, judge
+from load.faults.judgement import Judgement, Numbers, judge, strays
 from load.faults.witness import Witness
 
 POOL = "faults"
@@ -230,18 +230,11 @@ class Round:
         numbers.orphans = await self._orphans()
         numbers.unsettled = not rested
         if set(self._faults) == {KILL}:  # nothing else gives a survivor a reason to lose one
-            numbers.strays = self._strays(before - {hit.worker for hit in self.scene.hits})
+            moved = strays(witness.group.owners.moves, self.scene.hits, before)
+            numbers.strays = len(moved)
+            self._findings += [f"partition {move.number} went from {move.old} to {move.new}" for move in moved]
         judgement.findings[:0] = self._findings
         return judgement
-
-    def _strays(self, survivors: Set[str | None]) -> int:
-        strays = [
-            move
-            for move in self._witness.group.owners.moves
-            if move.old != move.new and {move.old, move.new} <= survivors
-        ]
-        self._findings += [f"partition {move.number} went from {move.old} to {move.new}" for move in strays]
-        return len(strays)
 
     def _clock(self) -> str:
         return f"{time.monotonic() - self._began:5.1f} s"

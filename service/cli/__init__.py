@@ -1,15 +1,11 @@
-"""The command line, `headrace`. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not reachable."""
+"""The command line, `headrace`. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not reachable, 130 left by Ctrl-C."""
 
-from __future__ import annotations
-
-import importlib
-import importlib.metadata
+# What is imported here is imported before `main` can catch anything: a Ctrl-C meanwhile would end in a traceback.
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from service.cli.errors import Commands
+if TYPE_CHECKING:
+    import typer
 
 # One module a command (or group); each has `register(app)`. Imported when the command line is built.
 COMMANDS = (
@@ -19,8 +15,27 @@ COMMANDS = (
 )
 
 
-def build() -> typer.Typer:
+def build() -> "typer.Typer":
     """The command line with every command on it."""
+    import importlib
+    import importlib.metadata
+
+    import typer
+
+    from service.cli.errors import Commands
+
+    def version(asked: bool) -> None:
+        if asked:
+            typer.echo(f"headrace {importlib.metadata.version('headrace')}")
+            raise typer.Exit
+
+    def whole(
+        version: Annotated[
+            bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version and leave.")
+        ] = False,
+    ) -> None:
+        pass
+
     app = typer.Typer(
         name="headrace",
         cls=Commands,
@@ -30,28 +45,18 @@ def build() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(_whole)
+    app.callback()(whole)
     for name in COMMANDS:
         importlib.import_module(f"service.cli.{name}").register(app)
     return app
 
 
-def _version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"headrace {importlib.metadata.version('headrace')}")
-        raise typer.Exit
-
-
-def _whole(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
-    ] = False,
-) -> None:
-    pass
-
-
 def main() -> None:
     try:
-        build()()
+        from service.cli.errors import guarded
+
+        code = guarded(lambda: build()())
     except KeyboardInterrupt:
-        sys.exit(130)
+        print("headrace: left by Ctrl-C", file=sys.stderr)
+        code = 130
+    sys.exit(code)

@@ -43,11 +43,9 @@ def acls(
     try:
         wanted, given = asyncio.run(main())
     except (BrokerUnreachable, Unreachable) as error:
-        typer.echo(f"headrace: {error}", err=True)
-        raise typer.Exit(session.UNREACHABLE) from None
+        raise typer.Exit(session.told(str(error), session.UNREACHABLE)) from None
     except (rights.AclsRefused, RegistryError) as error:
-        typer.echo(f"headrace: {error}", err=True)
-        raise typer.Exit(session.FAILED) from None
+        raise typer.Exit(session.told(str(error), session.FAILED)) from None
     if json:
         said = {"identity": found.identity, "given": given, "acls": [asdict(acl) for acl in wanted]}
         typer.echo(orjson.dumps(said).decode())

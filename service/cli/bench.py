@@ -21,6 +21,7 @@ from infra.progress import Quiet
 from infra.stack import Stack
 from load.arena import ArenaFailed
 from service.cli.process import WorkerProcess, WorkerStopped
+from service.cli.terminal import Screen
 from service.cli.worker import load
 from service.topics import BrokerUnreachable, TopicsRefused
 
@@ -60,7 +61,7 @@ def engine_overhead(
     from load.engine_overhead import BenchFailed
     from service.engine.protocol import StartFailure
 
-    console = Console(stderr=json, highlight=False)
+    console = Screen(stderr=json, highlight=False)
     stack = Stack()
     was_up = stack.running
     try:
@@ -103,7 +104,7 @@ def faults(
     if unknown := set(chosen) - set(known):
         raise typer.BadParameter(f"{', '.join(unknown)}: there are {', '.join(known)}", param_hint="--only")
     options = kit.Options(rounds, seed, workers or DEFAULT_WORKERS[engine], engine.value, chosen)
-    console = Console(stderr=json, highlight=False)
+    console = Screen(stderr=json, highlight=False)
     began = time.monotonic()
     report = _alone(console, lambda: kit.run(WorkerProcess, options, _sayer(console), Quiet()))
     show(console, report)
@@ -120,7 +121,7 @@ def backlog(
     """A backlog through one worker with the simulated engine: jobs a second, and whether memory stays flat."""
     from load import backlog
 
-    console = Console(stderr=json, highlight=False)
+    console = Screen(stderr=json, highlight=False)
     measured = _alone(console, lambda: backlog.run(WorkerProcess, jobs, _sayer(console), Quiet()))
     _told(console, measured, json)
 
@@ -137,7 +138,7 @@ def fairness(
     from load.fairness import bench as kit
     from load.fairness.table import show
 
-    console = Console(stderr=json, highlight=False)
+    console = Screen(stderr=json, highlight=False)
     result = _alone(console, lambda: kit.run(WorkerProcess, engine.value, _sayer(console), Quiet()))
     show(console, result)
     if json:
@@ -154,7 +155,7 @@ def fuzz(
     """Hostile records through a real worker: none crashes it, each is answered or among the dead letters."""
     from load import fuzz
 
-    console = Console(stderr=json, highlight=False)
+    console = Screen(stderr=json, highlight=False)
     measured = _alone(console, lambda: fuzz.run(WorkerProcess, records, seed, _sayer(console), Quiet()))
     _told(console, measured, json)
 

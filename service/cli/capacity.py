@@ -19,6 +19,7 @@ from service.capacity.report import Difference, NoReport, Report
 from service.capacity.shape import Shape, Unreadable, shape_of
 from service.capacity.weights import Weights, read_config, weights_of
 from service.cli import session
+from service.cli.terminal import Screen, say
 from service.engine import bounds
 from service.engine.vllm import arguments
 from service.settings import EngineSettings
@@ -57,8 +58,7 @@ def capacity(
     try:
         told = report.fetch(worker) if worker is not None else None
     except NoReport as problem:
-        typer.echo(f"headrace: {problem}", err=True)
-        raise typer.Exit(session.UNREACHABLE) from None
+        raise typer.Exit(session.told(str(problem), session.UNREACHABLE)) from None
     folder = model or (Path(engine.model) if engine.model else None)
     if folder is None:
         raise typer.BadParameter("no model: name its folder, here or in HEADRACE_ENGINE__MODEL", param_hint="--model")
@@ -76,9 +76,9 @@ def capacity(
     if json:
         session.print_json(found)
     else:
-        show(found, Console(highlight=False))
+        show(found, Screen(highlight=False))
         for warning in warnings:
-            typer.echo(f"headrace: {warning}", err=True)
+            say(f"headrace: {warning}", err=True)
     raise typer.Exit(0 if fits.fits else session.FAILED)
 
 

@@ -23,6 +23,7 @@ from schemas.names import DEAD_LETTERS
 from service.cli import session
 from service.cli.dead_letter_topic import SLACK_S, Survey, look_up, notes_on, survey
 from service.cli.options import Bootstrap, Json
+from service.cli.terminal import Screen, say, write
 from service.cli.topic_log import TopicLog
 from service.credentials import Sealer
 from service.dead_letters import Filter, Letter, Note, NotReplayable, Replay, Spot, as_json, replay, text_of
@@ -83,7 +84,7 @@ def list_(
                 }
             )
             return 0
-        console = Console(highlight=False)
+        console = Screen(highlight=False)
         if seen.letters:
             console.print(table(seen.letters, seen.notes, console.width))
         else:
@@ -121,9 +122,9 @@ def show(
         if json:
             session.print_json(as_json(one, notes.get(spot), whole=True, content=value))
         else:
-            Console(highlight=False).print(picture(one, notes.get(spot), content=value))
+            Screen(highlight=False).print(picture(one, notes.get(spot), content=value))
             if value:
-                typer.echo(text_of(one.value) or "")
+                write((text_of(one.value) or "") + "\n")
         return 0
 
     session.run(main())
@@ -172,10 +173,10 @@ def replay_(
         if json:
             session.print_json(done.as_json())
         else:
-            done.show(Console(highlight=False, soft_wrap=True))
+            done.show(Screen(highlight=False, soft_wrap=True))
         return session.FAILED if done.refused or done.missing else 0
 
-    session.run(main(), left="left; what was published stays published: headrace dead-letters list")
+    session.run(main(), left=lambda: "left; what was published stays published: headrace dead-letters list")
 
 
 # Replaying
@@ -218,11 +219,11 @@ class Outcome:
         for record, note in self.replayed:
             to = str(note.place) if note is not None else f"{record.topic}/{record.partition}"
             identity = f"{record.tenant}/{record.job_id} run {record.run}"
-            console.print(f"{verb} {record.letter}: {escape(identity)} → {to}")
+            console.print(f"{verb} {record.letter}: {escape(identity)} → {escape(to)}")
         for spot in self.missing:
             typer.echo(f"headrace: there is no dead letter at {spot}: headrace dead-letters list", err=True)
         for spot, why in self.refused:
-            typer.echo(f"headrace: letter {spot} {why}", err=True)
+            say(f"headrace: letter {spot} {why}", err=True)
         if self.skipped:
             console.print(f"{len(self.skipped)} left out: replayed before (--again replays them under a further run)")
         if not (self.replayed or self.missing or self.refused or self.skipped):
@@ -355,10 +356,10 @@ def picture(letter: Letter, note: Note | None, *, content: bool) -> Table:
     made.add_row("job", Text(identity))
     made.add_row("reason", Text(f"{letter.code}: {letter.message}", style="bold red"))
     made.add_row("attempts", str(letter.attempts))
-    made.add_row("failed at", letter.failed_at or "?")
+    made.add_row("failed at", Text(letter.failed_at or "?"))
     made.add_row("origin", Text(str(letter.origin) if letter.origin is not None else "?"))
     if note is not None:
-        made.add_row("replayed", f"as run {note.run}, at {note.place}")
+        made.add_row("replayed", Text(f"as run {note.run}, at {note.place}"))
     made.add_row("key", Text(text_of(letter.key) or "-"))
     for name, value in told["headers"]:
         made.add_row("header", Text(f"{name}: {value}"))

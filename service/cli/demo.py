@@ -28,6 +28,7 @@ from schemas.names import REPLIES
 from service.cli import trace as traces
 from service.cli.process import WorkerProcess, WorkerStopped
 from service.cli.raw import terminals_since, topic_ends
+from service.cli.terminal import Screen
 from service.topics import BrokerUnreachable, TopicsRefused
 
 MODEL = "smollm2-135m-instruct"
@@ -107,7 +108,7 @@ def demo(
     Exit code 0 when every job completed exactly once, the stored output was fetched back whole, and no tenant saw
     another's cache.
     """
-    console = Console(stderr=json, highlight=False)
+    console = Screen(stderr=json, highlight=False)
     stack = Stack()
     was_up = stack.running
     code = 1

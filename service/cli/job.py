@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 import orjson
 import typer
 from aiokafka import TopicPartition
-from rich.console import Console
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +20,8 @@ from client import Reader, Step
 from client.replies import parse
 from schemas.names import status_topic
 from service.cli import session
+from service.cli.tail import MALFORMED
+from service.cli.terminal import Screen, one_line
 from service.cli.topic_log import Record, TopicLog, refuses_another
 
 BAR = 40  # characters of the whole time
@@ -56,10 +59,11 @@ class Account:
 
     def take(self, event: Mapping[str, Any], record: Record) -> None:
         """Accounts for the next event. Events that lack what the contract promises are passed over."""
-        try:
+        with contextlib.suppress(*MALFORMED):
             step = Step.IGNORED if refuses_another(self.reader, event) else self.reader.feed(event)
-        except (KeyError, TypeError):
-            return
+            self._enter(event, record, step)
+
+    def _enter(self, event: Mapping[str, Any], record: Record, step: Step) -> None:
         kind = event["type"]
         if step is Step.END:
             self.place = (record.topic, record.partition, record.offset)
@@ -159,10 +163,18 @@ def job(
             names = ", ".join(sorted(accounts))
             return session.told(f"job {id} exists for tenants {names}: name one, --tenant", session.USAGE)
         (account,) = accounts.values()
+        try:
+            told = as_json(account, whole=whole)
+            pictures = picture(account)
+        except MALFORMED as error:
+            message = f"what ended job {id} is no event of the contract ({one_line(error)}): headrace tail {id} --json"
+            return session.told(message, session.FAILED)
         if json:
-            session.print_json(as_json(account, whole=whole))
+            session.print_json(told)
         else:
-            show(account, Console(highlight=False))
+            screen = Screen(highlight=False)
+            for one in pictures:
+                screen.print(one)
             if not whole:
                 typer.echo(f"(stopped reading after {timeout}: there may be more, --timeout)", err=True)
         return 0 if account.ended_well else session.FAILED
@@ -184,9 +196,10 @@ async def look_up(
         middle = f"|{id}|".encode()
         async for record in log.read(await log.partitions(status), since_s=since_s, limit_s=limit_s):
             if record.key and middle in record.key and record.value:
-                found = orjson.loads(record.value)
-                if found.get("job_id") == id:
-                    statuses.append(found)
+                with contextlib.suppress(orjson.JSONDecodeError):
+                    found = orjson.loads(record.value)
+                    if isinstance(found, dict) and found.get("job_id") == id:
+                        statuses.append(found)
         whole = log.whole
     for found in statuses:
         account = accounts.setdefault(found["tenant"], Account(found["tenant"], id))
@@ -231,7 +244,7 @@ def as_json(account: Account, *, whole: bool) -> dict[str, Any]:
     }
 
 
-def show(account: Account, console: Console) -> None:
+def picture(account: Account) -> list[RenderableType]:
     """The account as people read it."""
     end, status = account.end, account.status or {}
     facts = Table.grid(padding=(0, 2))
@@ -268,11 +281,8 @@ def show(account: Account, console: Console) -> None:
         facts.add_row("terminal", Text("{}/{}/{}".format(*account.place)))
     if account.ignored_ends:
         facts.add_row("suppressed", Text(f"{account.ignored_ends} further terminal event(s), which no reader delivers"))
-    console.print(facts)
     spent = stages(end.get("timings") or {}, account.kafka_ms)
-    if spent:
-        console.print()
-        console.print(bars(spent))
+    return [facts, "", bars(spent)] if spent else [facts]
 
 
 def bars(spent: list[tuple[str, float]]) -> Table:

@@ -54,11 +54,10 @@ def keygen(
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "wb") as output:
             output.write(pem)
     except FileExistsError:
-        typer.echo(f"headrace: {file} exists; a key is never written over: name another file", err=True)
-        raise typer.Exit(1) from None
+        message = f"{file} exists; a key is never written over: name another file"
+        raise typer.Exit(session.told(message, session.FAILED)) from None
     except OSError as error:
-        typer.echo(f"headrace: {file} cannot be written ({error.strerror})", err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(session.told(f"{file} cannot be written ({error.strerror})", session.FAILED)) from None
     if json:
         said = {"private_key_file": str(file), "kid": public.kid, "public_key": orjson.loads(public.jwk())}
         session.print_json(said)

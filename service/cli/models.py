@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +13,7 @@ from schemas.tenants import ModelEntry
 from service.cli import session
 from service.cli.options import Bootstrap, DryRun, Json, Yes
 from service.cli.registry_topic import RegistryTopic, sort
+from service.cli.terminal import Screen, say
 from service.models import ENTRIES, ModelRefused, valid, write_entry
 
 Name = Annotated[str, typer.Argument(help="The model's name, or an alias, as jobs say it.")]
@@ -47,11 +47,11 @@ def list_(json: Json = False, bootstrap: Bootstrap = None) -> None:
             for entry in entries:
                 context = str(entry.max_model_len or "")
                 made.add_row(*map(Text, (entry.name, entry.pool, entry.alias_of or "", entry.kind, context)))
-            Console(highlight=False).print(made)
+            Screen(highlight=False).print(made)
         else:
             typer.echo("the registry of models is empty: headrace models set NAME --pool POOL")
         for why in invalid.values():
-            typer.echo(f"headrace: {why}", err=True)
+            say(f"headrace: {why}", err=True)
         return 0
 
     session.run(main())
@@ -77,8 +77,7 @@ def set_(
     try:
         wanted = valid(entry, f"model {name}")
     except ModelRefused as error:
-        typer.echo(f"headrace: {error}; nothing was changed", err=True)
-        raise typer.Exit(session.USAGE) from None
+        raise typer.Exit(session.told(f"{error}; nothing was changed", session.USAGE)) from None
     _change(name, wanted, bootstrap, yes=yes, dry_run=dry_run, json=json)
 
 
@@ -106,7 +105,7 @@ def _change(
             same = before == wanted
             if not json:
                 was, becomes = _told(before), _told(wanted)
-                typer.echo("nothing to do: the registry says so already" if same else f"{name}: {was} → {becomes}")
+                say("nothing to do: the registry says so already" if same else f"{name}: {was} → {becomes}")
             applied = False
             if not same and not dry_run:
                 if not yes and not session.agreed():

@@ -13,8 +13,8 @@ from typing import Self
 
 import orjson
 
-# A worker drains (settings.drain_s, 20 s) and closes its parts; after this it is killed, seconds.
-STOP_S = 60.0
+# A worker drains (settings.drain_s, 20 s) and closes its parts (40 s at the most); after this it is killed, seconds.
+STOP_S = 65.0
 LOG_TAIL_LINES = 5
 
 

@@ -16,6 +16,7 @@ from schemas.fields import at
 from service import topics
 from service.audit import Account, Audit
 from service.cli import session
+from service.cli.terminal import Screen, say
 from service.verdicts import FAILURES, Verdict
 
 SAYS = {
@@ -52,7 +53,7 @@ def reconcile(
     since_s = session.seconds(since) if since is not None else None
 
     async def main() -> int:
-        errors = Console(stderr=True)
+        errors = Screen(stderr=True)
         columns = (TextColumn("reading the logs"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=errors, transient=True, disable=json or not errors.is_terminal) as bar:
             task = bar.add_task("read", total=None)
@@ -66,7 +67,7 @@ def reconcile(
         if json:
             session.print_json(as_json(account))
         else:
-            show(account, Console(highlight=False))
+            show(account, Screen(highlight=False))
         return 0 if account.report.good else session.FAILED
 
     session.run(main())
@@ -116,4 +117,4 @@ def show(account: Account, console: Console) -> None:
     if (more := sum(map(len, report.findings.values())) - SHOWN) > 0:
         console.print(f"… and {more} more: --json")
     for topic in account.unread:
-        typer.echo(f"headrace: {topic} may not be read with these rights", err=True)
+        say(f"headrace: {topic} may not be read with these rights", err=True)

@@ -14,6 +14,7 @@ from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
 from pydantic import BaseModel
 
 from client import ClientError, PublishFailed, Unreachable
+from schemas.keys import entry_name
 from service.cli.topic_log import TopicLog
 from service.entries import Entries
 from service.settings import Settings
@@ -66,7 +67,7 @@ class RegistryTopic:
         self._offsets = {}
         places = await self._log.partitions(self._topic)
         async for record in self._log.read(places, since_s=time.time()):
-            key = (record.key or b"").decode("ascii", "replace")
+            key = entry_name(record.key)
             found[key] = Entry(record.value, record.offset)
             self._offsets.setdefault(key, []).append(record.offset)
         return found

@@ -24,6 +24,7 @@ from schemas.tenants import Tenant
 from service.bounded_stop import stop_within
 from service.cli import session
 from service.cli.known_tenants import known_tenants
+from service.cli.terminal import Screen, say
 from service.cli.topic_log import ANSWER_S
 from service.selftest import Answer, CacheIsolation, NoAnswer, Outcome, Unsuitable, choose, sharing
 from service.settings import Settings
@@ -96,9 +97,9 @@ def cache_isolation(
         if json:
             _print_json(outcome, ok, problem, found.pool, probe.partition)
         else:
-            show(outcome, Console(highlight=False))
+            show(outcome, Screen(highlight=False))
             for line in [check.says for check in outcome.checks if not check.ok] + ([problem] if problem else []):
-                typer.echo(f"headrace: {line}", err=True)
+                say(f"headrace: {line}", err=True)
         return 0 if ok else session.FAILED
 
     session.run(main())
@@ -154,7 +155,10 @@ class Probe:
         connection = self._found.kafka.connection()
         self._producer = AIOKafkaProducer(**connection, acks="all")
         self._consumer = consumer = AIOKafkaConsumer(
-            **connection, enable_auto_commit=False, max_partition_fetch_bytes=4 << 20
+            **connection,
+            enable_auto_commit=False,
+            isolation_level="read_committed",
+            max_partition_fetch_bytes=4 << 20,
         )
         await self._producer.start()
         await consumer.start()

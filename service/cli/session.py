@@ -9,18 +9,18 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import orjson
 import typer
-from pydantic import ValidationError
 
 from client import ClientError, InvalidJob, Signer, StoreAccess, UnknownTopic, Unreachable
+from client.connection import address_fault
 from schemas.names import REPLIES, reply_topic_of
 from service.cli import errors
-from service.settings import Settings
+from service.settings import Misconfigured, Settings
 
 Options = dict[str, Any]
 # Options of the commands that publish.
@@ -45,13 +45,13 @@ def settings(bootstrap: str | None = None, pool: str | None = None) -> Settings:
         for name, value in local.items():
             os.environ.setdefault(name, value)
     try:
-        found = Settings() if pool is None else Settings(pool=pool)
-    except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        name = "__".join(str(part) for part in first["loc"]).upper()
-        raise typer.BadParameter(f"HEADRACE_{name}: {first['msg']}") from None
+        found = Settings.read() if pool is None else Settings.read(pool=pool)
+    except Misconfigured as problem:
+        raise typer.BadParameter(str(problem).splitlines()[0]) from None
     if bootstrap is not None:
         found.kafka.bootstrap = bootstrap
+    if fault := address_fault(found.kafka.bootstrap):
+        raise typer.BadParameter(fault, param_hint="--bootstrap")
     return found
 
 
@@ -118,20 +118,19 @@ def store_access(found: Settings) -> StoreAccess:
     )
 
 
-def run(main: Coroutine[Any, Any, int], left: str = "") -> None:
-    """Runs a command to its exit code. `left` is what Ctrl-C tells the user, beside leaving cleanly."""
+def run(main: Coroutine[Any, Any, int], left: Callable[[], str] = str) -> None:
+    """Runs a command to its exit code. `left` says what Ctrl-C tells the user, beside leaving cleanly."""
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # hundreds of lines a minute while a broker is away
     try:
         code = asyncio.run(main)
     except KeyboardInterrupt:
-        if left:
-            typer.echo(f"\n{left}", err=True)
+        if message := left():
+            typer.echo(f"\n{message}", err=True)
         code = INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
     except ClientError as error:
         code = errors.told(f"{error}{hint(error)}", exit_code(error))
+    except OSError as error:
+        code = errors.ended_by(error)
     raise typer.Exit(code)
 
 

@@ -16,7 +16,6 @@ from typing import Annotated, Any
 
 import orjson
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from infra.errors import StackError
@@ -24,6 +23,7 @@ from infra.progress import Progress, Quiet
 from infra.stack import Stack
 from service import cards
 from service.cli import session
+from service.cli.terminal import Screen
 from service.topics import BrokerUnreachable, TopicsRefused
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, no progress lines.")]
@@ -55,7 +55,7 @@ def up(
     if json:
         _print({"ok": True, "changed": stack.changed, "notes": stack.notes, **_document(stack)})
         return
-    console = Console(highlight=False)
+    console = Screen(highlight=False)
     console.print("nothing to do: everything runs" if not stack.changed else "the local stack is up")
     for part in parts:
         if part.address and part.state == "running":
@@ -104,7 +104,7 @@ def status(
         for part in parts:
             state = f"{part.state} ({part.detail})" if part.detail else part.state
             table.add_row(part.name, state, str(part.pid or ""), part.address)
-        console = Console(highlight=False)
+        console = Screen(highlight=False)
         console.print(table)
         workers = _asked(_workers(stack))
         for card, verdict in workers:

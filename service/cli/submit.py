@@ -18,6 +18,7 @@ from client import BlobRef, Chunk, Client, ClientError, JobEnded, JobFailed, Res
 from client.record import new_id
 from schemas.names import CHAT, COMPLETIONS, EMBEDDINGS, TIERS
 from service.cli import session
+from service.cli.terminal import say, write
 
 ENDPOINTS = {"chat": CHAT, "completions": COMPLETIONS, "embeddings": EMBEDDINGS}
 # What a job file may hold beside the fields that options set; `reply` gives the topic and whether to stream.
@@ -79,7 +80,10 @@ def submit(
     reply = job.pop("reply", {})
     stream = not no_stream and reply.get("stream", True)
 
+    stage = "left; nothing was published"
+
     async def main() -> int:
+        nonlocal stage
         async with Client(
             found.kafka.bootstrap,
             pool=asked_pool,
@@ -90,21 +94,23 @@ def submit(
             connect_timeout_s=5.0,
         ) as client:
             began = time.monotonic()
+            stage = f"left; job {job['id']} may have been published: headrace job {job['id']}"
             submitted = await client.publish(**job, stream=stream)
+            stage = f"left; job {job['id']} goes on: headrace job {job['id']}"
             if not json:  # at once, so that it can be cancelled from elsewhere
                 typer.echo(f"[job {submitted.id} of {submitted.tenant}]", err=True)
             return await _show(submitted, began, session.seconds(timeout), as_json=json)
 
-    session.run(main(), left=f"left; job {job['id']} goes on: headrace job {job['id']}")
+    session.run(main(), left=lambda: stage)
 
 
 def _read(file: Path | None) -> str:
     try:
         if file is not None and str(file) != "-":
-            return file.read_text(encoding="utf-8")
+            return file.read_text(encoding="utf-8-sig")  # some editors begin every file with a mark
         if sys.stdin.isatty():
             typer.echo("(reading the prompt from the terminal; end with Ctrl-D)", err=True)
-        return sys.stdin.buffer.read().decode()
+        return sys.stdin.buffer.read().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"cannot read the job: {error}", param_hint="--file") from None
 
@@ -177,6 +183,7 @@ async def _show(job: Submitted, began: float, timeout_s: float, *, as_json: bool
     """Prints the answer while it comes; returns the exit code."""
     first_token_s: float | None = None
     shown = ""
+    attempts = 0
     trace_id = job.trace_id
     silence = asyncio.get_running_loop().call_later(SILENCE_S, typer.echo, NO_EVENT, None, True, True)
     try:
@@ -187,22 +194,26 @@ async def _show(job: Submitted, began: float, timeout_s: float, *, as_json: bool
                     first_token_s = time.monotonic() - began
                 if as_json:
                     continue
-                if item.first and shown:
-                    typer.echo("\n[the job started over]", err=True)
-                    shown = ""
                 shown += item.text
-                sys.stdout.write(item.text)
-                sys.stdout.flush()
+                write(item.text)
             elif isinstance(item, Started):
                 trace_id = item.trace_id or trace_id
+                attempts += 1
+                if shown:
+                    write(newline(shown))
+                    say(f"[attempt {attempts}: the job started over; what is above is void]", err=True)
+                    shown = ""
             elif isinstance(item, ResultOnly) and not as_json:
-                typer.echo(f"\n[{item.reason}: the rest follows with the result]", err=True)
+                write(newline(shown))
+                say(f"[{item.reason}: the whole answer follows with the result]", err=True)
+                shown = ""
         result = await job.result(max(0.0, timeout_s - (time.monotonic() - began)))
     except JobEnded as ended:
         if as_json:
             session.print_json({**ended.event, "trace_id": trace_id})
         else:
-            typer.echo(f"{newline(shown)}headrace: {ended}", err=True)
+            write(newline(shown))
+            say(f"headrace: {ended}", err=True)
             if isinstance(ended, JobFailed) and ended.retriable:
                 typer.echo(f"it may succeed when sent again with --id {job.id} --run {job.run + 1}", err=True)
         return session.FAILED
@@ -214,7 +225,7 @@ async def _show(job: Submitted, began: float, timeout_s: float, *, as_json: bool
         session.print_json(event)
     else:
         _print_rest(result, shown)
-        typer.echo(summary(result, time.monotonic() - began, first_token_s), err=True)
+        say(summary(result, time.monotonic() - began, first_token_s), err=True)
     return 0
 
 
@@ -232,16 +243,18 @@ def _print_rest(result: Result, shown: str) -> None:
         )
         return
     texts = result.texts
-    if texts[0] != shown:
-        sys.stdout.write(newline(shown) + texts[0])
-        shown = texts[0]
-    sys.stdout.write(newline(shown))
+    if texts[0].startswith(shown):
+        write(texts[0][len(shown) :])
+    else:
+        write(newline(shown))
+        say("[the whole answer, which differs from what is above]", err=True)
+        write(texts[0])
+    write(newline(texts[0]))
     for number, text in enumerate(texts[1:], 2):
-        typer.echo(f"--- choice {number}\n{text}")
+        write(f"--- choice {number}\n{text}\n")
     for choice in response["choices"]:
         for call in (choice.get("message") or {}).get("tool_calls") or ():
-            typer.echo(f"--- tool call {call['function']['name']}({call['function']['arguments']})")
-    sys.stdout.flush()
+            write(f"--- tool call {call['function']['name']}({call['function']['arguments']})\n")
 
 
 def summary(result: Result, wall_s: float, first_token_s: float | None) -> str:

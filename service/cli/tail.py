@@ -7,15 +7,17 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from client import Reader, Step
 from client.replies import parse
 from client.result import choice_text
 from service.cli import session
+from service.cli.terminal import Screen, one_line, say
 from service.cli.topic_log import Record, TopicLog, refuses_another
 
+# What an event makes of whoever takes it at its word, if it lacks what the contract says it has.
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError)
 STYLE = {
     "waiting": "yellow",
     "started": "cyan",
@@ -50,21 +52,28 @@ def tail(
     since_s = session.seconds(since or "1d") if job is not None or since else None
 
     async def main() -> int:
-        console = Console(highlight=False, soft_wrap=True)
+        console = Screen(highlight=False, soft_wrap=True)
         readers: dict[tuple[str, str], Reader] = {}
 
         def show(record: Record) -> None:
             if record.value is None or (job is not None and record.key != job.encode()):
                 return
             event = parse(record.value)
-            if event is None or (tenant is not None and event["tenant"] != tenant):
+            if tenant is not None and (event is None or event["tenant"] != tenant):
                 return
-            step = _judge(readers, event)
+            place = {"topic": record.topic, "partition": record.partition, "offset": record.offset}
+            try:
+                if event is None:
+                    raise ValueError("not an event")
+                step = _judge(readers, event)
+                told = line(event, record.timestamp, step)
+            except MALFORMED:
+                say(f"headrace: {'/'.join(map(str, place.values()))} is no event of the contract", err=True)
+                return
             if json:
-                place = {"topic": record.topic, "partition": record.partition, "offset": record.offset}
                 session.print_json({**event, "place": place, "step": step.value})
             else:
-                console.print(line(event, record.timestamp, step))
+                console.print(told)
 
         def code() -> int | None:
             """Of the job that is asked for, once it has ended."""
@@ -119,10 +128,10 @@ def line(event: Mapping[str, Any], timestamp_ms: int, step: Step) -> Text:
     run = f"#{event['run']}" if event["run"] else ""
     attempt = (event.get("attempt") or "")[-6:]
     text = Text(f"{when:%H:%M:%S}.{when.microsecond // 1000:03d} ", style="dim")
-    text.append(f"{event['tenant']}/{event.get('job_id', '?')}{run} ", style="bold")
-    text.append(f"{attempt}:{event.get('seq', '-')} ", style="dim")
-    text.append(f"{kind:<9} ", style=STYLE.get(kind, ""))
-    text.append(content(event))
+    text.append(one_line(f"{event['tenant']}/{event.get('job_id', '?')}{run}"), style="bold")
+    text.append(f" {attempt}:{one_line(event.get('seq', '-'))}", style="dim")
+    text.append(f" {one_line(kind):<9} ", style=STYLE.get(kind, ""))
+    text.append(content(event) if kind == "chunk" else one_line(content(event)))
     if step is Step.IGNORED:
         text.append(" (ignored by readers)")
         text.stylize("dim")

@@ -33,7 +33,11 @@ async def unfinished(settings: KafkaSettings, tenants: Iterable[str]) -> dict[st
     """Tenant → pool → jobs that are not finished, `ENOUGH` at most; what is 0 is left out. Raises Unreachable."""
     wanted = frozenset(tenants)
     consumer = AIOKafkaConsumer(
-        **settings.connection(), enable_auto_commit=False, auto_offset_reset="earliest", fetch_max_wait_ms=100
+        **settings.connection(),
+        enable_auto_commit=False,
+        auto_offset_reset="earliest",
+        isolation_level="read_committed",
+        fetch_max_wait_ms=100,
     )
     admin = AIOKafkaAdminClient(**settings.connection(), client_id="headrace-lag")
     try:

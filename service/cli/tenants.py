@@ -12,7 +12,6 @@ from typing import Annotated, Any, NoReturn
 import orjson
 import typer
 import yaml
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -22,6 +21,7 @@ from service.cli import keygen, session
 from service.cli.options import Bootstrap, DryRun, Json, Yes
 from service.cli.registry_topic import RegistryTopic, sort
 from service.cli.tenant_lag import ENOUGH, unfinished
+from service.cli.terminal import Screen, say
 from service.registry import Change, changes, edited
 from service.settings import Settings
 from service.tenants import ENTRIES, RegistryError, load, write_entry
@@ -65,11 +65,11 @@ def list_(json: Json = False, bootstrap: Bootstrap = None) -> None:
         if json:
             session.print_json({"tenants": [t.model_dump(mode="json") for t in tenants], "invalid": invalid})
         elif tenants:
-            Console(highlight=False).print(_table(tenants))
+            Screen(highlight=False).print(_table(tenants))
         else:
             typer.echo("the registry topic is empty; fill it: headrace tenants apply FILE")
         for why in invalid.values():
-            typer.echo(f"headrace: {why}", err=True)
+            say(f"headrace: {why}", err=True)
         _say_who_reads_it(found)
         return 0
 
@@ -87,13 +87,12 @@ def show(id: Id, json: Json = False, bootstrap: Bootstrap = None) -> None:
         async with RegistryTopic(found, TENANTS) as topic:
             known, invalid = sort(ENTRIES, await topic.read())
         if id not in known:
-            typer.echo(f"headrace: {invalid.get(id) or _unknown(id, known)}", err=True)
-            return session.FAILED
+            return session.told(invalid.get(id) or _unknown(id, known), session.FAILED)
         entry = known[id].model_dump(mode="json")
         if json:
             session.print_json(entry)
         else:
-            typer.echo(yaml.safe_dump(entry, sort_keys=False, allow_unicode=True), nl=False)
+            say(yaml.safe_dump(entry, sort_keys=False, allow_unicode=True), nl=False)
         return 0
 
     session.run(main())
@@ -232,7 +231,7 @@ def change(
         elif applied:
             typer.echo("applied: workers have it within a second")
         if why:
-            typer.echo(f"headrace: {why}", err=True)
+            say(f"headrace: {why}", err=True)
         if applied and not known:
             typer.echo(
                 "headrace: the registry topic was empty: workers that start from now on know the tenants on it and no"
@@ -299,8 +298,7 @@ def _unknown(id: str, known: Mapping[str, Tenant]) -> str:
 
 
 def _invalid(error: RegistryError) -> NoReturn:
-    typer.echo(f"headrace: {error}; nothing was changed", err=True)
-    raise typer.Exit(session.USAGE)
+    raise typer.Exit(session.told(f"{error}; nothing was changed", session.USAGE))
 
 
 # Showing
@@ -321,7 +319,7 @@ def _table(tenants: Sequence[Tenant]) -> Table:
 
 
 def _show(due: Sequence[Change]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = Screen(highlight=False, soft_wrap=True)
     if not due:
         console.print("nothing to do: the registry says so already")
     for change in due:

@@ -67,6 +67,7 @@ class TopicLog:
             **self._security.arguments(),
             enable_auto_commit=False,
             auto_offset_reset="earliest",
+            isolation_level="read_committed",
             max_partition_fetch_bytes=4 << 20,
             fetch_max_wait_ms=POLL_MS,
         )

@@ -17,6 +17,7 @@ from service.cli import session
 from service.cli.acls import acls
 from service.cli.known_tenants import known_tenants
 from service.cli.options import Bootstrap, Json
+from service.cli.terminal import say
 from service.own_topics import own_topics
 from service.settings import Settings
 from service.tenants import RegistryError
@@ -43,9 +44,9 @@ def apply(bootstrap: Bootstrap = None, pool: Pool = None, partitions: Partitions
         _print({"ok": good, **asdict(done)})
     else:
         for name in done.created:
-            typer.echo(f"created  {name}")
+            say(f"created  {name}")
         for name in done.changed:
-            typer.echo(f"changed  {name}")
+            say(f"changed  {name}")
         if good and not done.created and not done.changed:
             typer.echo("nothing to do: all topics are as they must be")
         _report(done.findings)
@@ -102,7 +103,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 def _report(findings: list[topics.Finding]) -> None:
     for finding in findings:
-        typer.echo(f"headrace: {'warning: ' if finding.warning else ''}{finding}", err=True)
+        say(f"headrace: {'warning: ' if finding.warning else ''}{finding}", err=True)
 
 
 def _print(document: dict[str, Any]) -> None:

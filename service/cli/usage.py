@@ -11,10 +11,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from schemas.fields import at, parse_time
 from schemas.names import USAGE
 from service.cli import session
+from service.cli.terminal import Screen
 from service.cli.topic_log import TopicLog
 from service.usage import BUCKETS, FIELDS, Machines, Price, Prices, Usage, Window, row_of
 
@@ -97,7 +99,7 @@ def usage(
             writer.writerows(rows)
             sys.stdout.flush()
         else:
-            show(names, rows, total, sums, window, Console(highlight=False))
+            show(names, rows, total, sums, window, Screen(highlight=False))
         if not whole:
             typer.echo(f"headrace: {USAGE} was not read to its end within {timeout}: --timeout, or --since", err=True)
         return 0 if whole else session.FAILED
@@ -176,7 +178,7 @@ def show(
     for name in shown:
         table.add_column(COLUMNS[name], justify="right")
     for row in rows:
-        table.add_row(*(row[name] for name in names), *(_text(row[name]) for name in shown))
+        table.add_row(*(Text(str(row[name])) for name in names), *(_text(row[name]) for name in shown))
     if len(rows) != 1:
         table.add_section()
         table.add_row(*(["all"] + [""] * (len(names) - 1) if names else ()), *(_text(total[name]) for name in shown))

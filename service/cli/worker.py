@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import faulthandler
 import fcntl
 import logging
 import os
 import re
 import sys
+import traceback
 from typing import Annotated
 
 import orjson
 import typer
-from pydantic import ValidationError
 
-from service.settings import Settings
+from service.cli.errors import FAILED, UNREACHABLE, USAGE, told
+from service.settings import Misconfigured, Settings
 from service.stray_settings import strays
+
+# After the drain and the bound for the worker's parts (service/app.py), seconds: then this process ends whatever holds
+# it up, and says which call that was (R19).
+BACKSTOP_S = 5.0
 
 
 def register(app: typer.Typer) -> None:
@@ -38,12 +45,17 @@ def worker(
         if engine not in ("vllm", "simulated"):
             raise typer.BadParameter("must be vllm or simulated", param_hint="--engine")
         settings.engine.kind = engine  # type: ignore[assignment]
-    code = serve(settings, announce_json=json)
+    try:
+        code = serve(settings, announce_json=json)
+    except Exception:
+        traceback.print_exc()
+        code = 1
     # Not by way of the interpreter's end: it would wait for threads that hang (a dead engine's, a store's), and the
     # worker has stopped all the same.
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 
@@ -58,21 +70,21 @@ def load(**overrides: object) -> Settings:
             for name, value in Stack(show=Quiet()).environment().items():
                 os.environ.setdefault(name, value)
     try:
-        return Settings(**{k: v for k, v in overrides.items() if v is not None})  # type: ignore[arg-type]
-    except ValidationError as problem:
-        for error in problem.errors(include_input=False, include_url=False):
-            where = "__".join(str(part) for part in error["loc"]).upper()
-            typer.echo(f"headrace: HEADRACE_{where}: {error['msg']}", err=True)
-        raise typer.Exit(2) from None
+        return Settings.read(**{k: v for k, v in overrides.items() if v is not None})
+    except Misconfigured as problem:
+        raise typer.Exit(told("; ".join(str(problem).splitlines()), USAGE)) from None
 
 
 def serve(settings: Settings, *, announce_json: bool) -> int:
-    """Runs the worker on uvloop; returns the exit code."""
+    """Runs the worker on uvloop; returns the exit code. The caller ends the process: the loop is left open.
+
+    Closing it would wait for every thread that still works for it, however long (R19).
+    """
     import uvloop
     from aiokafka.errors import KafkaError
 
     from consumers.follower import TopicUnread
-    from service.app import EngineGone, Superseded, Worker
+    from service.app import PARTS_STOP_S, EngineGone, Superseded, Worker
     from service.delivery.link import DeliveryDown
     from service.delivery.lock import NameTaken
     from service.engine.protocol import StartFailure
@@ -86,30 +98,32 @@ def serve(settings: Settings, *, announce_json: bool) -> int:
 
     def ready(worker: Worker) -> None:
         line = {"event": "ready", "worker": settings.worker, "pool": settings.pool, "http": worker.health.url}
-        if announce_json:
-            sys.stdout.buffer.write(orjson.dumps(line) + b"\n")
-            sys.stdout.flush()
-        elif sys.stderr.isatty():
-            served = settings.engine.served_name
-            typer.echo(
-                f"ready: pool {settings.pool}, model {served} ({settings.engine.kind}), {worker.health.url}\n"
-                f'next, in another terminal: headrace submit "Name three rivers." --model {served}'
-                "   (Ctrl-C drains and stops)",
-                err=True,
-            )
+        with contextlib.suppress(OSError):  # that nobody reads along must not end a worker
+            if announce_json:
+                sys.stdout.write(orjson.dumps(line).decode() + "\n")
+                sys.stdout.flush()
+            elif sys.stderr.isatty():
+                served = settings.engine.served_name
+                typer.echo(
+                    f"ready: pool {settings.pool}, model {served} ({settings.engine.kind}), {worker.health.url}\n"
+                    f'next, in another terminal: headrace submit "Name three rivers." --model {served}'
+                    "   (Ctrl-C drains and stops)",
+                    err=True,
+                )
+
+    def stopping() -> None:  # a thread of C, which needs neither the loop nor the interpreter's lock
+        faulthandler.dump_traceback_later(settings.drain_s + PARTS_STOP_S + BACKSTOP_S, exit=True)
 
     async def main() -> None:
-        await Worker(settings).run(ready)
+        await Worker(settings).run(ready, stopping)
 
     try:
-        uvloop.run(main())
+        asyncio.Runner(loop_factory=uvloop.new_event_loop).run(main())
     except (BrokerUnreachable, TopicUnread, KafkaError, DeliveryDown) as problem:
-        typer.echo(f"headrace worker: {problem}", err=True)
-        return 3
+        return told(str(problem), UNREACHABLE)
     except TopicsRefused as problem:
         other = f" --pool {settings.pool}" if settings.pool != Settings.model_fields["pool"].default else ""
-        typer.echo(f"headrace worker: {problem}{other}", err=True)
-        return 1
+        return told(f"{problem}{other}", FAILED)
     except (
         StartFailure,
         RegistryError,
@@ -119,8 +133,7 @@ def serve(settings: Settings, *, announce_json: bool) -> int:
         OSError,
         ValueError,
     ) as problem:
-        typer.echo(f"headrace worker: {problem}", err=True)
-        return 1
+        return told(str(problem), FAILED)
     finally:
         _forget_lock(settings)
     return 0

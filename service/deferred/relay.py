@@ -19,8 +19,8 @@ from aiokafka.errors import (
     TopicAuthorizationFailedError,
 )
 
+from schemas.cancellation import is_asked_for
 from service.bounded_stop import stop_within
-from service.cancellation import is_asked_for
 from service.deferred.transfer import Transfer
 from service.settings import Settings
 from service.topics import COPY_BYTES, MAX_JOB_BYTES

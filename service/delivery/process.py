@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import traceback
 from typing import Any, cast
 
 from service.delivery import wire
@@ -111,7 +112,12 @@ async def serve(descriptor: int) -> None:
 def run(descriptor: int) -> None:
     import uvloop
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(descriptor))
+    code = 1
+    try:
+        asyncio.Runner(loop_factory=uvloop.new_event_loop).run(serve(descriptor))
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    finally:  # at once, the loop left open: threads that wait for a dead store would hold the end up
         logging.shutdown()
-        os._exit(0)  # threads that wait for a dead store would hold the exit up
+        os._exit(code)

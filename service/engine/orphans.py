@@ -1,7 +1,8 @@
 """Loaded by vLLM in each of its processes (entry point `vllm.general_plugins`): a child dies with its parent.
 
 Without it EngineCore and Worker outlive a `kill -9` of the worker, idle and holding all their memory, and a Ctrl-C in
-a terminal stops the engine under the jobs that are still to be drained.
+a terminal stops the engine under the jobs that are still to be drained. The same entry point brings the bound on masks
+(service/engine/vllm/masks.py) into EngineCore.
 """
 
 from __future__ import annotations
@@ -27,3 +28,7 @@ def install() -> None:
         os._exit(1)
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)  # out of the terminal's foreground group
+    if "vllm" in sys.modules:
+        from service.engine.vllm import masks
+
+        masks.install()

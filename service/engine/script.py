@@ -1,8 +1,9 @@
 """What a simulated job will say, and where it fails: read from its body. Pure; runs nothing.
 
-Honoured of a body: `model`, `messages`/`prompt`, `max_tokens`, `max_completion_tokens`, `n`, `seed`. A choice ends
-with `length` at the asked number of tokens, or with `stop` after 128 when none was asked. A prompt has one token per
-four characters.
+Honoured of a body: `model`, `messages`/`prompt`, `max_tokens`, `max_completion_tokens`, `n`, `seed`; of constraints
+JSON (a small instance of the schema) and `choice` (the first). A choice ends with `length` at the asked number of
+tokens, or with `stop` after 128 when none was asked, or when what it is bound to is said. A prompt has one token per
+four characters, and so has an output that is bound.
 
 Fault hooks, for tests, anywhere in the prompt; `:K` is the number of output tokens before it happens (default 1):
 `[[sim:fault:K]]` EngineFault for this job · `[[sim:lost:K]]` the engine dies · `[[sim:hang:K]]` the engine stops
@@ -16,10 +17,13 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from schemas.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from schemas.names import CHAT, COMPLETIONS
 from service.engine import prefixes
 from service.engine.bounds import MAX_N
+from service.engine.instance import instance
 from service.engine.protocol import Prepared
 
 CHARS_PER_TOKEN = 4
@@ -45,9 +49,12 @@ class Script:
     fault: str | None
     fault_after: int  # output tokens
     blocks: tuple[int, ...] = ()  # names of the prompt's KV blocks
+    bound: tuple[str, ...] = ()  # the tokens of an output that a constraint leaves no choice
 
     def text(self, index: int, start: int, end: int) -> str:
         """Of choice `index`, tokens `start` up to and without `end`."""
+        if self.bound:
+            return "".join(self.bound[start:end])
         at, count = self.origin + index * 7, len(WORDS)
         if end - start == 1:
             return WORDS[(at + start) % count]
@@ -70,15 +77,18 @@ def read(
     if n > MAX_N:
         raise InvalidRequest(f"n must be at most {MAX_N}, got {n}")
     asked = _positive(body, "max_completion_tokens") or _positive(body, "max_tokens")
-    budget = min(asked or DEFAULT_TOKENS, context - tokens)
+    bound = _bound(body)
+    whole = len(bound) or DEFAULT_TOKENS
+    budget = min(asked or whole, len(bound) or context, context - tokens)
     hook = _HOOK.search(text)
     after = max(1, int(hook.group(2) or 1)) if hook else 0
     script = Script(
         origin=zlib.crc32(text.encode("utf-8", "surrogatepass")) + int(body.get("seed") or 0),
-        capped=asked is not None or budget < DEFAULT_TOKENS,
+        capped=budget < whole or (asked is not None and not bound),
         fault=hook.group(1) if hook and after <= budget else None,
         fault_after=after,
         blocks=prefixes.blocks(text, tokens, salt),
+        bound=bound,
     )
     return Prepared(prompt_tokens=tokens, max_tokens=budget, n=n, request=script)
 
@@ -107,6 +117,22 @@ def _prompt_text(endpoint: str, body: dict[str, Any]) -> str:
                     raise InvalidRequest("messages: this model takes text only")
                 parts.append(str(part.get("text", "")))
     return "\n".join(parts)
+
+
+def _bound(body: dict[str, Any]) -> tuple[str, ...]:
+    """The tokens of the output, if a constraint says what it is."""
+    form, outputs = body.get("response_format") or {}, body.get("structured_outputs") or {}
+    schema = (form.get("json_schema") or {}).get("schema", outputs.get("json"))
+    if schema is not None:
+        try:
+            text = orjson.dumps(instance(schema)).decode()
+        except (TypeError, AttributeError, LookupError):
+            raise InvalidRequest("the JSON schema of this constraint is not valid") from None
+    elif form.get("type") == "json_object" or outputs.get("json_object"):
+        text = "{}"
+    else:
+        text = (outputs.get("choice") or [""])[0]
+    return tuple(text[at : at + CHARS_PER_TOKEN] for at in range(0, len(text), CHARS_PER_TOKEN))
 
 
 def _positive(body: dict[str, Any], name: str) -> int | None:

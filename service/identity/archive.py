@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from aiokafka import AIOKafkaConsumer
 from aiokafka.structs import ConsumerRecord, TopicPartition
 
+from schemas.cancellation import is_asked_for
 from service.bounded_stop import stop_within
-from service.cancellation import is_asked_for
 from service.job import Place
 from service.settings import KafkaSettings
 

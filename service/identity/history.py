@@ -16,8 +16,8 @@ from typing import Any
 from aiokafka import AIOKafkaConsumer
 from aiokafka.structs import TopicPartition
 
+from schemas.cancellation import is_asked_for
 from service.bounded_stop import stop_within
-from service.cancellation import is_asked_for
 from service.identity.retelling import identity_of, read_status
 from service.identity.window import Identity, Spot
 from service.settings import KafkaSettings

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from schemas.names import deferred_topic
 from service.job import Place, Ticket
-from service.ledger.ledger import Ledger
+from service.ledger.ledger import ALWAYS, Ledger
 from service.ledger.metadata import LIMIT, Commit, Key, Snapshot, decode
 from service.ledger.timed import MAX_TIMED, TimedLedger
 from service.settings import Settings
@@ -33,6 +33,7 @@ class Book:
     """All partitions of this process.
 
     `on_pressure(key, paused)`: called when a partition must stop being read, and when it may go on.
+    `positions()`: how far reading has come, for partitions of which no record is on its way to `register`.
     `timed`: topics whose records may be kept aside until they are due (R12), at most `max_timed` a partition.
     `writer`: marks this process's commits, so that it can tell them from another's (R4).
     """
@@ -51,10 +52,12 @@ class Book:
         self.timed = frozenset(timed)
         self.max_timed = max_timed
         self.on_pressure = on_pressure
+        self.positions: Callable[[], Mapping[Key, int]] = dict
         self.writer = secrets.randbits(32)
         self.limit = LIMIT
         self._ledgers: dict[Key, Ledger] = {}
         self._numbers: dict[int, list[Ledger]] = {}
+        self._detached: dict[int, Ledger] = {}  # by epoch
         self._epoch = 0
 
     @classmethod
@@ -65,11 +68,11 @@ class Book:
 
     # records
 
-    def register(self, place: Place) -> Ticket | None:
+    def register(self, place: Place, at_ms: int = 0) -> Ticket | None:
         """The ticket of a record that is new here; None: finished, running here, or of a partition that is not ours."""
         key = place[:2]
         ledger = self._ledgers.get(key)
-        if ledger is None or not ledger.register(place[2]):
+        if ledger is None or not ledger.register(place[2], at_ms):
             return None
         if ledger.must_pause() and self.on_pressure is not None:
             self.on_pressure(key, True)
@@ -90,14 +93,17 @@ class Book:
         if ledger is None or not ledger.complete(ticket.place.offset, status_offset):
             return False
         if status_offset is not None:
-            for sibling in self._numbers[ticket.place.partition]:
+            for sibling in self._numbers.get(ticket.place.partition, ()):
                 if sibling.settled and sibling.status_next <= status_offset:
                     sibling.status_next = status_offset + 1
         self._relieve(ticket, ledger)
         return True
 
     def _relieve(self, ticket: Ticket, ledger: Ledger) -> None:
-        if ledger.may_resume() and self.on_pressure is not None:
+        if ledger.epoch in self._detached:
+            if not ledger.live:
+                del self._detached[ledger.epoch]
+        elif ledger.may_resume() and self.on_pressure is not None:
             self.on_pressure(ticket.place[:2], False)
 
     # records that are not due yet (R12)
@@ -192,6 +198,14 @@ class Book:
                 if not siblings:
                     del self._numbers[key[1]]
 
+    def detach(self, keys: Iterable[Key]) -> None:
+        """Partitions whose topic is gone: their tickets hold, since nobody else has them, but nothing is committed."""
+        for key in keys:
+            ledger = self._ledgers.get(key)
+            if ledger is not None and ledger.live:
+                self._detached[ledger.epoch] = ledger
+        self.drop(keys)
+
     def position(self, key: Key) -> int:
         """Where reading goes on."""
         return self._ledgers[key].position
@@ -227,10 +241,10 @@ class Book:
             if not all(ledger.settled for ledger in ledgers)
         }
 
-    def settle(self, origin: Place, status_offset: int) -> bool:
-        """A status record says that the record at `origin` ended."""
+    def settle(self, origin: Place, status_offset: int, at_ms: int = ALWAYS) -> bool:
+        """A status record of this time says that the record at `origin` ended."""
         ledger = self._ledgers.get(origin[:2])
-        return ledger is not None and not ledger.settled and ledger.settle(origin.offset, status_offset)
+        return ledger is not None and not ledger.settled and ledger.settle(origin.offset, status_offset, at_ms)
 
     def settled(self, number: int, end: int | None) -> None:
         """The status partition was read up to `end`; None: given up, what it would have told runs again."""
@@ -251,6 +265,9 @@ class Book:
 
     def commits(self, *, clean: bool = False) -> dict[Key, Commit]:
         """What to commit, all partitions; never lower than what is known to be stored."""
+        for key, position in self.positions().items():
+            if (read := self._ledgers.get(key)) is not None and read.settled:
+                read.reach(position)
         out: dict[Key, Commit] = {}
         for key, ledger in self._ledgers.items():
             commit = ledger.commit(clean=clean, writer=self.writer, limit=self.limit)
@@ -271,4 +288,4 @@ class Book:
 
     def _of(self, ticket: Ticket) -> Ledger | None:
         ledger = self._ledgers.get(ticket.place[:2])
-        return ledger if ledger is not None and ledger.epoch == ticket.epoch else None
+        return ledger if ledger is not None and ledger.epoch == ticket.epoch else self._detached.get(ticket.epoch)

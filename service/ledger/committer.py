@@ -17,11 +17,11 @@ from typing import Protocol
 
 from service.ledger.book import Book
 from service.ledger.metadata import Commit, Key
+from service.settings import LEASE_MARGIN_S
 
 log = logging.getLogger(__name__)
 
 SLICE_BYTES = 256 * 1024  # of one request; larger ones hold up the heartbeat behind them on the same connection
-LEASE_MARGIN_S = 3.0  # the lease ends so long before the group could give our partitions away (R5)
 LATE_S = 5.0  # a commit that takes longer is reported; it is never doubled by a second one
 
 

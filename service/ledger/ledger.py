@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from service.ledger.metadata import HEADER, LIMIT, Commit, Snapshot, encode, pack
 
+ALWAYS = 2**63  # a time after every record's
+
 
 class Ledger:
     """One partition under one assignment.
@@ -54,15 +56,19 @@ class Ledger:
         self.pressed = False  # paused by back-pressure
         self._live: dict[int, int] = {}  # offset → unclean starts before this assignment; ascending
         self._pending = dict(snapshot.unfinished)
-        self._ahead: dict[int, int] = {}  # offset → offset of its status record
+        self._ahead: dict[int, tuple[int, int]] = {}  # offset → offset and time of its status record
         self._started: set[int] = set()  # live ones that the engine has had since
         self._frontier = snapshot.next  # above it nothing was finished by the former owner
         self._entries: tuple[bytes, int, int] | None = None  # packed (entries, next, watermark), until a change
 
     # reading
 
-    def register(self, offset: int) -> bool:
-        """Notes a read record. False: not new (finished, or live here), so it must not run."""
+    def register(self, offset: int, at_ms: int = 0) -> bool:
+        """Notes a read record. False: not new (finished, or live here), so it must not run.
+
+        `at_ms`: when it was published. A status record that is older tells of the one that was there before its topic
+        was deleted and made again.
+        """
         if offset < self.next:
             starts = self._pending.pop(offset, None)
             if starts is None:
@@ -74,12 +80,22 @@ class Ledger:
             if self._pending:
                 self._pending.clear()
             self.next = offset + 1
-            if self._ahead and self._ahead.pop(offset, None) is not None:
+            if self._ahead and (told := self._ahead.pop(offset, None)) is not None and at_ms <= told[1]:
                 self._entries = None
                 return False
         self._live[offset] = starts
         self._entries = None
         return True
+
+    def reach(self, position: int) -> None:
+        """Reading has come so far: what was not handed out on the way is no record to be waited for. A transaction's
+        marker, what an aborted one wrote, what was compacted away."""
+        while self._pending and (gone := next(iter(self._pending))) < position:
+            del self._pending[gone]
+            self._entries = None
+        if position > self.next:
+            self.next = position
+            self._entries = None
 
     def must_pause(self) -> bool:
         """True once, when reading must pause. Restored records that were not read again never count: they must be."""
@@ -111,8 +127,9 @@ class Ledger:
         self._entries = None
         return True
 
-    def settle(self, offset: int, status_offset: int) -> bool:
-        """A status record says that this offset ended. Live ones are left alone: their own end is on its way."""
+    def settle(self, offset: int, status_offset: int, at_ms: int = ALWAYS) -> bool:
+        """A status record says that this offset ended, at that time. Live ones are left alone: their own end is on its
+        way."""
         if offset in self._live:
             return False
         if offset >= self._frontier:
@@ -121,7 +138,7 @@ class Ledger:
             self._entries = None
             return True
         if offset >= self.next:
-            self._ahead[offset] = status_offset
+            self._ahead[offset] = (status_offset, at_ms)
             return True
         return False
 
@@ -200,6 +217,6 @@ class Ledger:
                 self._entries = (*pack(mark, self.next, self._unfinished(clean=False), limit - HEADER), mark)
             entries, following, watermark = self._entries
         # A record that ended ahead of reading is told by its status record only, so that one must be read again.
-        self._ahead = {offset: status for offset, status in self._ahead.items() if offset >= self.next}
-        status_next = min(self.status_next, *self._ahead.values()) if self._ahead else self.status_next
+        self._ahead = {offset: told for offset, told in self._ahead.items() if offset >= self.next}
+        status_next = min((self.status_next, *(status for status, _ in self._ahead.values())))
         return Commit(watermark, encode(watermark, following, status_next, entries, clean=clean, writer=writer))

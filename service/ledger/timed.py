@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from heapq import merge
 
-from service.ledger.ledger import Ledger
+from service.ledger.ledger import ALWAYS, Ledger
 from service.ledger.metadata import HEADER, LIMIT, Commit, Snapshot, encode, pack_runs
 
 MAX_TIMED = 100_000  # records kept aside a partition; then it is read no further (R12)
@@ -100,12 +100,12 @@ class TimedLedger(Ledger):
 
     # reading
 
-    def register(self, offset: int) -> bool:
+    def register(self, offset: int, at_ms: int = 0) -> bool:
         told = self._ahead.get(offset) if offset >= self.next else None
-        if super().register(offset):
+        if super().register(offset, at_ms):
             return True
         if told is not None:
-            self._note(offset, told)
+            self._note(offset, told[0])
         return False
 
     def time(self, offset: int) -> bool:
@@ -152,10 +152,10 @@ class TimedLedger(Ledger):
             self._note(offset, status_offset)
         return True
 
-    def settle(self, offset: int, status_offset: int) -> bool:
+    def settle(self, offset: int, status_offset: int, at_ms: int = ALWAYS) -> bool:
         if offset in self._timed:  # another copy of the same job ended; this one is found out when it is due
             return False
-        if not super().settle(offset, status_offset):
+        if not super().settle(offset, status_offset, at_ms):
             return False
         if offset not in self._ahead:
             self._note(offset, status_offset)
@@ -209,9 +209,9 @@ class TimedLedger(Ledger):
                 mark = self.watermark
                 self._entries = (*pack_runs(mark, self.next, self._runs(clean=False), room), mark)
             entries, following, watermark = self._entries
-        self._ahead = {offset: status for offset, status in self._ahead.items() if offset >= self.next}
+        self._ahead = {offset: told for offset, told in self._ahead.items() if offset >= self.next}
         self._done = {bucket: status for bucket, status in self._done.items() if bucket >= watermark // BUCKET}
-        news = list(self._ahead.values())
+        news = [status for status, _ in self._ahead.values()]
         if following < self.next:
             news += (status for bucket, status in self._done.items() if bucket >= following // BUCKET)
         status_next = min([self.status_next, *news])

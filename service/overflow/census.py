@@ -1,6 +1,7 @@
 """How far the group has finished partitions of another worker: by its commits and the bounds of the logs.
 
-A consumer without a group and an admin client, made when somebody asks first. Writes nothing.
+A consumer without a group and an admin client, made when somebody asks first. Writes nothing. The ends it finds count
+open transactions: what lies before them may still become a job.
 """
 
 from __future__ import annotations

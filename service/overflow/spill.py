@@ -18,9 +18,9 @@ from collections.abc import Collection, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from schemas.cancellation import is_asked_for
 from schemas.names import overflow_topic, parse_jobs_topic
 from schemas.tenants import Tenant
-from service.cancellation import is_asked_for
 from service.deferred.relay import Publisher, Unwanted
 from service.deferred.transfer import Transfer
 from service.job import Job, Place, Ticket

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -36,7 +36,8 @@ class Entry:
     admitted: float | None = None  # wall clock
     attempt: int = 0  # attempts made by this worker
     faults: int = 0  # those that the engine failed
-    alone: bool = False  # nothing else may run beside it: an engine may die of it (R11)
+    deaths: int = 0  # of an engine of this worker's, with this job in it
+    company: float = 1.0  # part of the slots that suspects may fill while it is one of them; 0 = it runs alone (R11)
     task: asyncio.Task[None] | None = None
     interrupted: bool = False  # stopped for want of memory: it goes back to the queue
     cancelled: bool = False  # stopped because somebody asked for it: it ends (R13)
@@ -62,6 +63,20 @@ class Entry:
     begun: bool = False  # the engine works on it, or did
     parked: bool = False  # picked, and kept back by a limit of its tenant
     aged: bool = False  # it went out of turn, because its tenant had waited too long
+
+    @property
+    def suspect(self) -> bool:
+        """An engine or a worker may die of it (R11)."""
+        return self.company < 1
+
+    @property
+    def alone(self) -> bool:
+        """Nothing else may run beside it."""
+        return not self.company
+
+    def crowded(self, running: Iterable[Entry], slots: int) -> bool:
+        """Whether this suspect must wait until there are fewer of them in the engine."""
+        return self.suspect and sum(other.suspect for other in running) >= max(1, int(self.company * slots))
 
     def first_output(self) -> None:
         """The engine has begun with it."""

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Set
 from typing import Any, Protocol
 
+from schemas.cancellation import is_asked_for
 from schemas.errors import ErrorCode, Expired, Refusal
 from schemas.tenants import Tenant
-from service.cancellation import is_asked_for
 from service.engine.protocol import Capacity, EngineLost, Prepared
 from service.job import Job, Place, Ticket
 from service.scheduler.admission import Admission
@@ -124,13 +124,13 @@ class Scheduler:
 
     # -- jobs in
 
-    def put(self, job: Job, *, alone: bool = False, returning: bool = False) -> None:
+    def put(self, job: Job, *, company: float = 1.0, returning: bool = False) -> None:
         """Refuses it at once if its tenant has too many waiting; not one that is `returning`, which waited here before.
 
-        `alone`: nothing may run beside it (R11).
+        `company`: less than 1 for a suspect (R11), see Entry.
         """
         began = time.monotonic()
-        entry = Entry(job, time.time(), alone=alone, on_first=self._turns.begin)
+        entry = Entry(job, time.time(), company=company, on_first=self._turns.begin)
         try:
             found = self._tenant(job.tenant)
             if found is not None and not returning and not _spilled(job):

@@ -150,7 +150,8 @@ class Turns:
             claim = self.meter.claim(entry, admission)
             if self._park(entry, claim, now):
                 continue
-            if not admission.fits(claim):  # all wait for this one, else small jobs would overtake a large one for ever
+            # All wait for this one, else small jobs would overtake a large one for ever.
+            if entry.crowded(self.running.values(), admission.most_sequences) or not admission.fits(claim):
                 if not strict:
                     yield from self._urgent(admission, now)
                 return
@@ -194,7 +195,7 @@ class Turns:
                 share = unit * flow.weight
                 if flow.jobs and not least and flow.sequences + 1 > share * admission.most_sequences:
                     continue
-                while (entry := tier.window.ready(flow)) is not None and not entry.alone:
+                while (entry := tier.window.ready(flow)) is not None and not entry.suspect:
                     claim = self.meter.claim(entry, admission)
                     lift = 1.0 if _below(flow, claim, share, admission) else least
                     if not lift or not admission.fits(claim, lift) or self._park(entry, claim, now):

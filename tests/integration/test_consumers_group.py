@@ -12,9 +12,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from aiokafka import AIOKafkaProducer
+from aiokafka.admin import NewTopic
 from aiokafka.record.util import calc_crc32c
 
 from consumers import jobs as room
+from consumers import topic_ids
 from schemas import names
 from service.job import Place, Record, Ticket
 from service.ledger import Book
@@ -467,3 +470,75 @@ async def test_a_foreign_commit_in_between_makes_a_kept_partition_start_afresh(p
     assert sum(worker.admitted.values()) == 37
     assert worker.doubled == []
     await worker.stop()
+
+
+async def test_a_job_of_an_open_or_aborted_transaction_is_none_and_its_marker_is_not_waited_for(pool: Pool) -> None:
+    topic = names.jobs_topic(pool.name, "standard")
+    producer = AIOKafkaProducer(bootstrap_servers=pool.bootstrap, transactional_id=pool.name)
+    await producer.start()
+
+    async def publish(count: int = 1) -> list[Place]:
+        sent = [await producer.send_and_wait(topic, b"{}", partition=0) for _ in range(count)]
+        return [Place(m.topic, m.partition, m.offset) for m in sent]
+
+    async def committed() -> int:
+        return next(value.offset for key, value in (await pool.committed()).items() if key == (topic, 0))
+
+    await producer.begin_transaction()
+    aborted = await publish(3)
+    await producer.abort_transaction()
+    async with producer.transaction():
+        wanted = await publish(2)
+    await producer.begin_transaction()
+    aborted += await publish()
+    await producer.abort_transaction()
+    worker = Worker(pool.settings)
+    await worker.start()
+    await until(lambda: worker.ended == set(wanted), "the committed ones")
+    end = aborted[-1].offset + 2
+    deadline = time.monotonic() + 10
+    while await committed() < end:
+        assert time.monotonic() < deadline, f"{await committed()} is committed, the log ends at {end}"
+        await asyncio.sleep(0.1)
+
+    await producer.begin_transaction()
+    open_ = await publish()
+    behind = await pool.producer.send_and_wait(topic, b"{}", partition=0)
+    beside = await pool.producer.send_and_wait(topic, b"{}", partition=1)
+    await until(lambda: Place(topic, 1, beside.offset) in worker.ended, "one of another partition")
+    assert Place(topic, 0, behind.offset) not in worker.admitted
+    await producer.abort_transaction()
+    await until(lambda: Place(topic, 0, behind.offset) in worker.ended, "the one behind the transaction")
+    assert not set(worker.admitted) & {*aborted, *open_}
+    await producer.stop()
+    assert await worker.stop()
+    assert await committed() >= behind.offset + 1
+
+
+async def test_a_topic_that_is_deleted_and_made_again_is_read_anew_and_what_ran_of_it_ends(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(topic_ids, "LOOK_S", 0.5)
+    topic = names.jobs_topic(pool.name, "standard")
+    job = {"s": 0.0}
+    worker = Worker(pool.settings, job_s=lambda record: job["s"])
+    await worker.start()
+    former = [place for place in await pool.publish(60) if place.topic == topic]
+    await until(lambda: worker.ended >= set(former), "the first ones")
+    job["s"] = 4.0
+    running = [place for place in await pool.publish(60) if place.topic == topic]
+    await until(lambda: worker.live.keys() >= set(running), "running jobs")
+    await pool.admin.delete_topics([topic])
+    await until(lambda: topic in worker.consumer.missing, "the topic is missed")
+    await until(lambda: worker.ended >= set(running), "jobs of the deleted topic")
+    assert len([key for key in worker.consumer.assignment if key[0] == topic]) == 0
+    job["s"] = 0.0
+    await pool.admin.create_topics([NewTopic(topic, PARTITIONS, 1)])
+    await until(lambda: settled(worker) and not worker.consumer.missing, "the new topic is read", 10)
+    sent = await asyncio.gather(*[pool.producer.send_and_wait(topic, b"{}", partition=n % 6) for n in range(12)])
+    places = {Place(m.topic, m.partition, m.offset) for m in sent}
+    assert places <= set(former)  # they lie where others lay
+    await until(lambda: all(worker.admitted[place] == 2 for place in places), "jobs of the new topic", 10)
+    assert await worker.stop()
+    stored = await pool.committed()
+    assert {value.offset for key, value in stored.items() if key[0] == topic} == {2}

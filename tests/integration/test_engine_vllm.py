@@ -337,6 +337,38 @@ def schema(wanted: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "d", "schema": wanted}}
 
 
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"structured_outputs": {"regex": r"\p{L}+"}},
+        {"structured_outputs": {"regex": "a{1000}{1000}"}},
+        {"structured_outputs": {"grammar": "root ::= root"}},
+        {"structured_outputs": {"regex": "(.{0,10}x?){0,10}"}},
+        {"response_format": schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}})},
+    ],
+)
+async def test_a_constraint_that_cannot_be_followed_is_refused_at_once_and_stalls_nobody(
+    engine: Supervisor, constraint: dict[str, Any]
+) -> None:
+    other = job_of({"messages": RIVERS, "max_tokens": 900, "ignore_eos": True})
+    prepared = await engine.prepare(other)
+    times: list[float] = []
+
+    async def watch() -> None:
+        async for _ in engine.run(other, prepared, f"attempt-{other.head.job_id}", 0):
+            times.append(time.monotonic())  # noqa: PERF401 (looked at meanwhile)
+
+    watching = asyncio.create_task(watch())
+    await until(lambda: len(times) > 3, 20, "another job streams")
+    with pytest.raises(InvalidRequest, match="cannot follow this constraint"):
+        await ask(engine, {"messages": RIVERS, "max_tokens": 4, **constraint})
+    seen = len(times)
+    await until(lambda: len(times) > seen or watching.done(), 20, "the other job goes on")
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert max(after - before for before, after in itertools.pairwise(times)) < 4.0
+
+
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x"}}
 UNKNOWN_TOOL = {"type": "function", "function": {"name": "no"}}
 DEEP: dict[str, Any] = {"type": "string"}
@@ -365,9 +397,9 @@ for _ in range(100):
         (CHAT, {"messages": [{"role": "user", "content": "river " * 2000}]}, ContextLengthExceeded, "1024"),
         (CHAT, {"messages": [{"role": "user", "content": "x" * 5_000_000}]}, ContextLengthExceeded, "characters"),
         (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, InvalidRequest, "text"),
-        (CHAT, {"messages": RIVERS, "response_format": schema(DEEP)}, InvalidRequest, "nest"),
-        (CHAT, {"messages": RIVERS, "response_format": schema({"type": "objekt"})}, InvalidRequest, ""),
-        (CHAT, {"messages": RIVERS, "structured_outputs": {"regex": "("}}, InvalidRequest, ""),
+        (CHAT, {"messages": RIVERS, "response_format": schema(DEEP)}, InvalidRequest, "response_format"),
+        (CHAT, {"messages": RIVERS, "response_format": schema({"type": "objekt"})}, InvalidRequest, "response_format"),
+        (CHAT, {"messages": RIVERS, "structured_outputs": {"regex": "("}}, InvalidRequest, "unclosed group"),
         (CHAT, {"messages": RIVERS, "tools": [WEATHER], "tool_choice": UNKNOWN_TOOL}, InvalidRequest, "tool"),
         (CHAT, {"messages": RIVERS, "stop": [""]}, InvalidRequest, "stop"),
         (COMPLETIONS, {"prompt": ["a", "b"]}, InvalidRequest, "one job"),

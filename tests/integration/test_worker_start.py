@@ -23,7 +23,7 @@ async def refused(stack: TestStack, state: Path, **more: str) -> tuple[int, str]
 
 async def test_a_wrong_model_folder(stack: TestStack, tmp_path: Path) -> None:
     code, line = await refused(stack, tmp_path, HEADRACE_ENGINE__MODEL=str(tmp_path / "no-such-model"))
-    assert code == 1 and line.startswith("headrace worker:") and "no-such-model" in line
+    assert code == 1 and line.startswith("headrace: ") and "no-such-model" in line
 
 
 async def test_a_wrong_partition_count(stack: TestStack, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import orjson
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -21,6 +22,24 @@ from service.cli import build
 )
 def test_a_wish_that_names_too_little_or_too_much_is_wrong_usage(arguments: list[str]) -> None:
     assert CliRunner().invoke(build(), ["cancel", *arguments]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ["submit", "hi", "--bootstrap", "localhost:abc"],
+            "'localhost:abc' is no address of a broker: write host:port",
+        ),
+        (["tail", "--bootstrap", "a..b:9"], "'a..b:9' is no address"),
+        (["worker", "--http-port", "99999"], "HEADRACE_HTTP_PORT"),
+        (["models", "set", "m", "--pool", "p q", "--yes"], "pool"),
+    ],
+)
+def test_what_no_command_could_use_is_wrong_usage_in_words(arguments: list[str], says: str) -> None:
+    told = CliRunner().invoke(build(), [*arguments, "--json"])
+    document = orjson.loads(told.stdout)
+    assert told.exit_code == 2 and document["error"] == "wrong_usage" and says in document["message"]
 
 
 def test_a_single_job_is_of_the_tenant_that_submit_takes(monkeypatch: pytest.MonkeyPatch) -> None:

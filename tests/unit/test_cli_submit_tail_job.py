@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
-from client import ClientError, InvalidJob, Result, Step, UnknownTopic, Unreachable
+from client import ClientError, InvalidJob, Result, ResumeToken, Step, Submitted, UnknownTopic, Unreachable
+from client.stream import Stream
 from schemas.names import CHAT, COMPLETIONS, EMBEDDINGS
-from service.cli import session
-from service.cli.job import Account, as_json, bars, stages
-from service.cli.submit import read_job, summary
-from service.cli.tail import _judge, content, line
+from service.cli import build, session
+from service.cli.job import Account, as_json, bars, picture, stages
+from service.cli.submit import _read, _show, read_job, summary
+from service.cli.tail import MALFORMED, _judge, content, line
 from service.cli.topic_log import TopicLog
 
 
@@ -203,3 +208,88 @@ async def test_a_jobs_records_come_in_the_order_of_time_and_of_each_partition() 
     for log.answers in ([*one, *two], [*two, *one]):
         found = [(record.partition, record.offset) for record in await log.job("j", [], since_s=1.0)]
         assert found == [(2, 0), (2, 1), (1, 0), (2, 2), (1, 1)]
+
+
+def test_a_mark_at_the_start_of_a_file_is_no_part_of_the_prompt(tmp_path: Path) -> None:
+    file = tmp_path / "job"
+    file.write_text("{}", encoding="utf-8-sig")
+    assert _read(file) == "{}"
+
+
+async def never(*_: Any) -> Any:
+    raise AssertionError
+
+
+async def shown(*events: dict[str, Any]) -> int:
+    stream = Stream("acme", "j", 0, partition=0, offset=0, limit=9, streaming=True)
+    job = Submitted(stream, ResumeToken("r", 0, 0, "acme", "j"), close=lambda _: None, cancel=never, fetch=None)
+    showing = asyncio.create_task(_show(job, 0.0, 5.0, as_json=False))
+    for offset, each in enumerate(events):
+        stream.feed(each, offset)
+        for _ in range(9):
+            await asyncio.sleep(0)
+    return await showing
+
+
+def said(text: str, attempt: str, seq: int = 1) -> dict[str, Any]:
+    choice = {"index": 0, "delta": {"content": text}}
+    return event("chunk", attempt, seq, offset=seq - 1, tokens=1, chunk={"choices": [choice]})
+
+
+def completed(text: str) -> dict[str, Any]:
+    return event("completed", "B", 9, response={"choices": [{"message": {"content": text}}]}, usage={})
+
+
+async def test_a_job_that_starts_over_is_told_when_it_does_and_its_text_begins_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert (
+        await shown(event("started"), said("Thr", "A"), event("started", "B"), said("Three", "B"), completed("Three!"))
+        == 0
+    )
+    out, err = capsys.readouterr()
+    assert out == "Thr\nThree!\n" and err.startswith("[attempt 2: the job started over; what is above is void]\n")
+
+
+async def test_what_the_stream_lost_is_told_before_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await shown(event("started"), said("Thr", "A"), said("rivers", "A", 5), completed("Three rivers")) == 0
+    out, err = capsys.readouterr()
+    assert out == "Thr\nThree rivers\n" and "the whole answer follows" in err
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        event("chunk", tokens=1, chunk={"choices": 5}),
+        event("chunk", tokens=1, chunk={"choices": [5]}),
+        event("completed", usage=5),
+        event("completed", output=5),
+        event("failed", error=5),
+    ],
+)
+def test_an_odd_event_is_malformed_and_nothing_worse(odd: dict[str, Any]) -> None:
+    with pytest.raises(MALFORMED):
+        line(odd, 0, Step.CHUNK)
+    one = account(event("started"), odd)
+    with contextlib.suppress(*MALFORMED):  # which `job` tells in a line
+        as_json(one, whole=True)
+        picture(one)
+
+
+def test_an_event_is_one_line_whatever_its_names_hold() -> None:
+    odd = {**event("zz\nz", at="x"), "job_id": "a\nb\x1b[2J", "seq": "1\n2"}
+    assert line(odd, 0, Step.IGNORED).plain.count("\n") == 0 and "\x1b" not in line(odd, 0, Step.IGNORED).plain
+    assert "a b" in line(event("failed", error={"code": "a\nb"}), 0, Step.END).plain
+
+
+def test_ctrl_c_says_what_became_of_the_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing was published when no broker was reached."""
+
+    async def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("client.client.Client.__aenter__", interrupted)
+    ended = CliRunner().invoke(build(), ["submit", "hi", "--bootstrap", "127.0.0.1:9"])
+    assert ended.exit_code == 130 and ended.stderr.strip() == "left; nothing was published"

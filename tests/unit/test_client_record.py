@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from types import SimpleNamespace
 from typing import Any
 
@@ -203,3 +203,53 @@ async def test_text_where_a_body_or_messages_belong_is_refused_in_a_line(monkeyp
         await client.publish("text")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^messages: takes a list, such as \[.*, not str$"):
         await client.chat("hello")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("body", "where"),
+    [
+        ({"temperature": float("nan")}, "body.temperature"),
+        ({"a": [None, {"b": (1.0, float("inf"))}]}, r"body.a\[1\].b\[1\]"),
+    ],
+)
+def test_numbers_that_json_has_not_are_refused_and_never_become_null(body: dict[str, Any], where: str) -> None:
+    with pytest.raises(InvalidJob, match=rf"^{where}: NaN and Infinity are not JSON$"):
+        build(fields(body=body))
+    assert b"null" in build(fields(body={"stop": None, "text": "null"})).value
+
+
+LAST = datetime.max.replace(tzinfo=timezone(timedelta(hours=-1)))
+
+
+@pytest.mark.parametrize("when", [float("nan"), float("inf"), 1e18, timedelta.max, LAST])
+def test_a_time_beyond_the_calendar_is_an_error_of_the_clients(when: Any) -> None:
+    with pytest.raises(InvalidJob, match="no time"):
+        moment(when)
+
+
+async def test_odd_arguments_are_errors_of_the_clients_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client("nowhere:1", tenant="acme", model="m")
+    monkeypatch.setattr(client, "_open", lambda: (None, None))
+    odd: Any
+    for odd in ({"headers": {"a": b"x"}}, {"headers": {"a": None}}, {"headers": {"a": "\ud800"}}, {"headers": 5},
+                {"traceparent": 5}, {"id": 5}, {"id": "\ud800"}, {"input": {"bucket": "b"}}):  # fmt: skip
+        with pytest.raises(InvalidJob) as refused:
+            await client.publish({}, **odd)
+        assert "\n" not in str(refused.value)
+    with pytest.raises(InvalidJob, match=r"^messages: takes a list"):
+        await client.chat(5)  # type: ignore[arg-type]
+    for odd in (None, 5, "", '{"topic":1,"partition":0,"offset":0,"tenant":"a","id":"j"}'):
+        with pytest.raises(ClientError, match="resume token"):
+            await client.resume(odd)
+    for odd in ("a b", 5, "\ud800"):
+        with pytest.raises(InvalidJob, match=r"^job_id: takes 1 to 128 of \S+ \S+ 0-9 \. _ : -$"):
+            await client.cancel(odd)
+
+
+@pytest.mark.parametrize("address", ["localhost:abc", "localhost:99999", "a..b:1", "[::1", "", ":9092", "h:1,"])
+async def test_an_address_that_is_none_is_told_at_once(address: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(Unreachable, match="host:port"):
+        async with Client(address, connect_timeout_s=30):
+            pass
+    assert time.monotonic() - began < 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,9 @@ from aiokafka.errors import TopicAuthorizationFailedError
 from client import registry as room
 from client.registry import Registry
 from schemas.names import MODELS, TENANTS
+from service.cli.registry_topic import RegistryTopic, sort
+from service.models import ENTRIES, Models
+from service.settings import Settings
 
 
 class Broker:
@@ -141,3 +145,27 @@ async def test_a_connection_that_breaks_is_used_again(problem: BaseException, mo
         await until(lambda: registry.tenant("acme"))
     finally:
         await registry.close()
+
+
+async def test_names_are_read_by_one_rule_in_service_client_and_commands() -> None:
+    broker = Broker(MODELS)
+    entry = '{"name": "modèle-سریع", "pool": "gpu"}'.encode()
+    broker.put(MODELS, "modèle-سریع", entry)
+    registry = await opened(broker)
+    await registry.close()
+    assert registry.pool_of("modèle-سریع") == "gpu"
+    models = Models()
+    models.take([("modèle-سریع".encode(), entry)])
+    assert models.get("modèle-سریع") is not None
+
+    class Log:
+        async def partitions(self, topic: str) -> list[TopicPartition]:
+            return [TopicPartition(topic, 0)]
+
+        async def read(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+            yield SimpleNamespace(key="modèle-سریع".encode(), value=entry, offset=0)
+
+    topic = RegistryTopic(Settings(), MODELS)
+    topic._log = Log()  # type: ignore[assignment]
+    known, invalid = sort(ENTRIES, await topic.read())
+    assert list(known) == ["modèle-سریع"] and not invalid

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from client.errors import Closed, ResultTimeout
-from client.result import Chunk, ResultOnly, Started, Waiting
+from client.errors import ClientError, Closed, ResultTimeout
+from client.result import Chunk, ResultOnly, ResumeToken, Started, Waiting
 from client.stream import GAP, JOINED_LATE, SLOW, Stream
+from client.submitted import Submitted
 
 
 def event(kind: str, seq: int = 0, attempt: str = "A", **more: Any) -> dict[str, Any]:
@@ -144,3 +145,72 @@ async def test_a_lost_connection_reaches_everybody_who_waits() -> None:
         await waiting
     with pytest.raises(Closed):
         await one.end()
+
+
+def submitted(one: Stream) -> Submitted:
+    async def never(*_: Any) -> Any:
+        raise AssertionError
+
+    return Submitted(one, ResumeToken("r", 0, 0, "acme", "j"), close=lambda _: None, cancel=never, fetch=None)
+
+
+async def test_after_close_everybody_gets_closed_at_once_who_waits_too() -> None:
+    one = stream()
+    feed(one, event("started"), chunk(1))
+    job = submitted(one)
+    taken: list[str] = []
+
+    async def read() -> None:
+        async for piece in job:
+            taken.append(piece.text)  # noqa: PERF401
+
+    waiting = [asyncio.create_task(read()), asyncio.create_task(job.result())]
+    while not taken:
+        await asyncio.sleep(0)
+    feed(one, chunk(2), first=2)
+    job.close()
+    async with asyncio.timeout(5):
+        for task in waiting:
+            with pytest.raises(Closed, match=r"resume\(job.token\)"):
+                await task
+        with pytest.raises(Closed):
+            await job.result()
+        with pytest.raises(Closed):
+            await read()
+    assert taken == ["A1 "], "what was not taken before close() is not shown after it"
+
+
+async def test_close_takes_nothing_from_a_job_that_has_ended() -> None:
+    one = stream()
+    feed(one, event("started"), chunk(1), event("completed", 2, response={"choices": []}))
+    job = submitted(one)
+    job.close()
+    assert [piece.text async for piece in job] == ["A1 "]
+    assert (await job.result()).attempt == "A"
+
+
+@pytest.mark.parametrize("data", [None, 5, [], {"choices": 5}, {"choices": [5]}])
+async def test_a_chunk_that_is_no_chunk_object_ends_the_showing_and_nothing_else(data: Any) -> None:
+    one = stream()
+    feed(one, event("started"), {**chunk(1), "chunk": data}, chunk(2), event("completed", 3))
+    assert await all_of(one) == [ResultOnly(GAP)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("completed", {"response": 5}),
+        ("completed", {"output": 5}),
+        ("completed", {"finish_reasons": 5}),
+        ("failed", {"error": 5}),
+        ("failed", {"error": {"code": 5}}),
+        ("cancelled", {"partial": 5, "usage": 7}),
+    ],
+)
+async def test_an_end_that_lacks_what_the_contract_says_is_still_an_error_of_the_clients(
+    kind: str, more: dict[str, Any]
+) -> None:
+    one = stream()
+    feed(one, event(kind, **more))
+    with pytest.raises(ClientError):
+        await submitted(one).result()

@@ -46,6 +46,8 @@ class Scene:
     def __init__(self, former_lease_s: float = 0.0) -> None:
         self.order: list[str] = []
         self.generation = 1
+        self.gone: set[str] = set()
+        self.ids: dict[str, bytes] = {"jobs": b"1"}
         self.store = Store()
         self.book = Book(high=100, max_span=1000)
         self.committer = Committer(self.book, self.store, lambda until: None, interval_s=60.0)
@@ -61,8 +63,12 @@ class Scene:
             outlet=self,
             consumer=lambda: self,
             apply=self._apply,
+            topic_ids=self._ids,
             former_lease_s=former_lease_s,
         )
+
+    async def _ids(self, topics: Iterable[str]) -> dict[str, bytes]:
+        return {topic: self.ids[topic] for topic in topics if topic in self.ids}
 
     def _apply(self, keys: Iterable[Key]) -> None:
         if keys:
@@ -81,6 +87,9 @@ class Scene:
 
     def pause(self, *_: TopicPartition) -> None:
         self.order.append("pause")
+
+    def partitions_for_topic(self, topic: str) -> set[int]:
+        return set() if topic in self.gone else {0}
 
     def seek(self, tp: TopicPartition, offset: int) -> None:
         self.order.append(f"seek {offset}")
@@ -205,3 +214,67 @@ async def test_only_a_membership_that_lapsed_makes_it_wait_again() -> None:
         assert (time.monotonic() - began >= LEASE_S) is lapsed
         scene.generation = 5
         await scene.assigned()
+
+
+async def test_what_runs_of_a_deleted_topic_goes_on_to_its_end_and_is_committed_no_more() -> None:
+    scene = Scene()
+    await scene.assigned(TP)
+    ticket, second = scene.book.register(Place(*KEY, 0)), scene.book.register(Place(*KEY, 1))
+    assert ticket is not None and second is not None
+    scene.gone = {"jobs"}
+    scene.order.clear()
+    await scene.rebalance.on_partitions_revoked({TP})
+    await scene.assigned()
+    assert "abandon" not in scene.order and not scene.store.calls
+    assert scene.book.owns(ticket) and scene.book.complete(ticket) and scene.book.complete(second)
+    assert not scene.book.owns(ticket) and not scene.book.commits()
+
+
+async def test_a_topic_made_again_is_read_from_its_start_while_what_ran_of_the_former_ends() -> None:
+    """Also if a commit of the former got into the group's store under the same name."""
+    scene = Scene()
+    await scene.assigned(TP)
+    ticket = scene.book.register(Place(*KEY, 7))
+    assert ticket is not None and await scene.committer.run_once()
+    scene.gone = {"jobs"}
+    await scene.rebalance.on_partitions_revoked({TP})
+    await scene.assigned()
+    scene.gone, scene.ids = set(), {"jobs": b"2"}
+    scene.store.values[KEY] = Commit(500, "")
+    scene.order.clear()
+    await scene.assigned(TP)
+    assert scene.order[-2:] == ["seek 0", "resume"] and "abandon" not in scene.order
+    again = scene.book.register(Place(*KEY, 7))
+    assert again is not None and scene.book.owns(ticket)
+    assert scene.book.complete(ticket, 3) and scene.book.owns(again)
+    assert await scene.committer.run_once()
+    assert scene.store.values[KEY].offset == 7
+
+
+async def test_a_topic_made_again_before_the_client_looked_is_noticed_by_its_id() -> None:
+    scene = Scene()
+    await scene.assigned(TP)
+    for offset in range(5):
+        assert scene.book.complete(scene.book.register(Place(*KEY, offset)))  # type: ignore[arg-type]
+    assert await scene.committer.run_once()
+    await scene.rebalance.seen({"jobs": b"1"})
+    scene.order.clear()
+    scene.ids = {"jobs": b"2"}
+    await scene.rebalance.seen(scene.ids)
+    assert scene.rebalance._taking is not None
+    await scene.rebalance._taking
+    assert scene.order == ["pause", "read committed", "seek 0", "resume"]
+    assert scene.book.register(Place(*KEY, 0)) is not None
+    assert await scene.committer.run_once() and scene.store.values[KEY].offset == 0
+    await scene.rebalance.seen(scene.ids)
+    assert scene.rebalance._taking.done()
+
+
+async def test_a_topic_that_is_still_there_takes_its_jobs_along() -> None:
+    scene = Scene()
+    await scene.assigned(TP)
+    ticket = scene.book.register(Place(*KEY, 0))
+    assert ticket is not None
+    await scene.rebalance.on_partitions_revoked({TP})
+    await scene.assigned()
+    assert "abandon" in scene.order and not scene.book.owns(ticket)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schemas.errors import InvalidRequest
 from schemas.names import CHAT, COMPLETIONS
 from service.engine.protocol import EngineFault, EngineLost
 from service.engine.vllm.deltas import LOGPROB_FLOOR, Reader
@@ -37,8 +38,8 @@ def output(*choices: Any, cached: int | None = 0, metrics: Any = None) -> Any:
     )
 
 
-def rendered(endpoint: str = CHAT, **changes: Any) -> Rendered:
-    return Rendered(endpoint, {}, None, None, lambda token: f"<{token}>", **changes)
+def rendered(endpoint: str = CHAT, params: Any = None, **changes: Any) -> Rendered:
+    return Rendered(endpoint, {}, params, None, lambda token: f"<{token}>", **changes)
 
 
 def test_held_back_tokens_are_counted_with_the_next_text_of_their_choice() -> None:
@@ -102,6 +103,14 @@ def test_an_abort_that_was_asked_for_ends_without_a_reason_and_keeps_its_text() 
 def test_an_error_of_the_request_is_a_fault() -> None:
     with pytest.raises(EngineFault):
         Reader(rendered(), 3, 1).read(output(choice("", 0, finish="error")))
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_constraint_that_cannot_be_followed_is_the_callers_fault_and_not_the_engines(tokens: int) -> None:
+    body = {"structured_outputs": {"grammar": "root ::= root"}}
+    constrained = rendered(params=SimpleNamespace(structured_outputs=object()), asked=body)
+    with pytest.raises(InvalidRequest, match="structured_outputs: the engine cannot follow"):
+        Reader(constrained, 3, 1).read(output(choice("", tokens, finish="error")))
 
 
 def test_times_are_wall_clock_and_span_all_choices() -> None:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from schemas.errors import ContextLengthExceeded, ErrorCode, InvalidRequest
 from service.engine.vllm import arguments
 from service.engine.vllm.failures import CAUSE_MAX, FAILURES, explain
-from service.engine.vllm.refusals import MAX_MESSAGE, clean, refusal
+from service.engine.vllm.refusals import MAX_MESSAGE, clean, refusal, unusable
 from service.settings import EngineSettings
 
 CORE = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
@@ -209,21 +209,21 @@ class VllmError(ValueError):
 
 
 def test_a_refusal_names_the_field_and_never_the_value() -> None:
-    found = refusal(VllmError("must be in (0, 1], got 7.", "top_p"))
+    found = refusal(VllmError("must be in (0, 1], got 7.", "top_p"), {})
     assert isinstance(found, InvalidRequest)
     assert found.message == "top_p: must be in (0, 1], got 7."
 
 
 @pytest.mark.parametrize("parameter", ["input_tokens", "input_text", None])
 def test_a_prompt_over_the_context_has_its_own_code(parameter: str | None) -> None:
-    found = refusal(VllmError("This model's maximum context length is 10 tokens. However, your prompt", parameter))
+    found = refusal(VllmError("This model's maximum context length is 10 tokens. However, your prompt", parameter), {})
     assert isinstance(found, ContextLengthExceeded)
     assert found.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
 
 
 def test_an_output_over_the_context_is_an_invalid_request() -> None:
     message = "max_tokens=1000000000 cannot be greater than max_model_len=1024. Please request fewer output tokens."
-    assert type(refusal(VllmError(message, "max_tokens"))) is InvalidRequest
+    assert type(refusal(VllmError(message, "max_tokens"), {})) is InvalidRequest
 
 
 def test_pydantics_errors_are_told_by_field_without_input() -> None:
@@ -233,7 +233,7 @@ def test_pydantics_errors_are_told_by_field_without_input() -> None:
 
     with pytest.raises(ValidationError) as error:
         Body.model_validate({"temperature": "my secret", "n": "x"})
-    message = refusal(error.value).message
+    message = refusal(error.value, {}).message
     assert message.startswith("temperature: ") and "n: " in message and "secret" not in message
 
 
@@ -246,11 +246,53 @@ def test_pydantics_errors_are_told_by_field_without_input() -> None:
         (f"bad choice '{'x' * 60}'", "bad choice '…'"),
         ("unknown role 'bot'", "unknown role 'bot'"),
         ("two\nlines", "two lines"),
+        ("This model's limit is the tokenizer's own", "This model's limit is the tokenizer's own"),
     ],
 )  # fmt: skip
 def test_paths_quotations_and_server_flags_are_stripped(said: str, kept: str) -> None:
-    assert clean(said) == kept
-    assert len(clean(said * 100)) <= MAX_MESSAGE
+    assert clean(said, {}) == kept
+    assert len(clean(said * 100, {})) <= MAX_MESSAGE
+
+
+SECRET = "my mother's maiden name is  Ziegelmeister-Oberhuber"
+
+
+@pytest.mark.parametrize(
+    "said, kept",
+    [
+        (f"Unexpected role: {SECRET}!", "Unexpected role: …!"),
+        (f"cannot read {SECRET[:40]}… as JSON", "cannot read …… as JSON"),
+        ("unknown kind 'bot' in `messages`", "unknown kind '…' in `messages`"),
+        (repr({"choice": [SECRET], "n": 1}), """{'choice': ["…"], 'n': 1}"""),
+    ],
+)
+@pytest.mark.parametrize("field", ["stop", "messages"])
+def test_a_refusal_never_repeats_what_the_caller_wrote(field: str, said: str, kept: str) -> None:
+    body = {"model": "m", "prompt": "x " * 200_000, field: [{"role": "bot", "content": [SECRET]}]}
+    assert clean(said, body) == kept
+
+
+@pytest.mark.parametrize(
+    "body, said, told",
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"pattern": "["}}}},
+            "Grammar error: regex parse error:\n    [\n    ^\nerror: unclosed character class",
+            "response_format: the engine cannot follow this constraint (unclosed character class); ",
+        ),
+        ({"structured_outputs": {"regex": "x"}}, "Invalid type: bogus", "structured_outputs: the engine cannot "),
+        ({"structured_outputs": {"regex": "error: my secret"}}, "bad: error: my secret", "structured_outputs: the "),
+        (
+            {"response_format": {"type": "text"}, "tools": [{}]},
+            "no",
+            "tools: the engine cannot follow this constraint; ",
+        ),
+    ],
+)
+def test_a_constraint_that_cannot_be_used_is_told_by_its_field(body: dict[str, Any], said: str, told: str) -> None:
+    found = unusable(body, ValueError(said))
+    assert type(found) is InvalidRequest and found.message.startswith(told)
+    assert "secret" not in found.message and "bogus" not in found.message and "\n" not in found.message
 
 
 # -------------------------------------------------------------------- what vLLM is told

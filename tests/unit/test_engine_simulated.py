@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, cast
@@ -14,6 +15,7 @@ import pytest
 from schemas.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from schemas.names import CHAT, COMPLETIONS
 from service.engine import build
+from service.engine.instance import instance
 from service.engine.protocol import Engine, EngineFault, EngineLost, EngineState, Finished, Output, Overloaded
 from service.engine.simulated import SimulatedEngine
 from service.frames import Delta, Head
@@ -131,6 +133,40 @@ async def test_without_a_limit_a_choice_ends_by_itself() -> None:
     assert end.usage.completion == 128
     assert deltas[-1].finish_reason == "stop"
     await engine.close()
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "minLength": 3}, "age": {"$ref": "#/$defs/years"}, "tags": {}},
+    "required": ["name", "age"],
+    "$defs": {"years": {"type": "integer", "minimum": 18}},
+}
+
+
+@pytest.mark.parametrize(
+    "constraint, said",
+    [
+        ({"response_format": {"type": "json_object"}}, "{}"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}}, None),
+        ({"structured_outputs": {"json": PERSON}}, None),
+        ({"structured_outputs": {"choice": ["certainly", "no"]}}, "certainly"),
+    ],
+)
+async def test_what_a_constraint_asks_for_is_said(constraint: dict[str, Any], said: str | None) -> None:
+    engine = await started()
+    deltas, finished = await ask(engine, job_of(max_tokens=200, **constraint))
+    text = text_of(deltas)
+    assert text == said if said else json.loads(text) == {"name": "xxx", "age": 18}
+    assert deltas[-1].finish_reason == "stop" and finished.usage.completion == -(-len(text) // 4)
+    deltas, _ = await ask(engine, job_of(max_tokens=1, **constraint))
+    assert deltas[-1].finish_reason == ("stop" if said == "{}" else "length")
+
+
+def test_a_schema_that_grows_without_end_has_a_small_instance() -> None:
+    branch = {"type": "object", "required": ["l", "r"], "properties": {"l": {"$ref": "#"}, "r": {"$ref": "#"}}}
+    wide = {"type": "array", "minItems": 10**9, "items": {"type": "array", "minItems": 10**9, "items": {}}}
+    for schema in (branch, wide):
+        assert len(json.dumps(instance(schema))) < 500_000
 
 
 async def test_unwatched_and_bulk_jobs_get_few_outputs_and_all_tokens() -> None:

@@ -72,7 +72,7 @@ async def test_a_worker_that_is_well_is_live_and_ready(served: Served) -> None:
     status, body = await served.get("/readyz")
     assert status == 200 and body["ready"] and body["worker"] == "w1" and body["partitions"] == 4
     assert body["checks"] == dict.fromkeys(
-        ("worker", "engine", "group", "reading", "admission", "delivery", "draining"), "ok"
+        ("worker", "engine", "group", "reading", "topics", "admission", "delivery", "draining"), "ok"
     )
     assert body["paused"] == []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import hashlib
+import json
 import time
 from collections.abc import Awaitable
 from datetime import UTC, datetime, timedelta
@@ -201,7 +202,17 @@ REFUSED = {
     ),
     "foreign bucket": (job(body=..., input={**INPUT, "bucket": "not-ours"}), "not_authorized", "input.bucket"),
     "foreign key": (job(body=..., input={**INPUT, "key": "v1/globex/in.json"}), "not_authorized", "'v1/acme/'"),
-    "climbing key": (job(body=..., input={**INPUT, "key": "v1/acme/../globex/x"}), "not_authorized", "plain key"),
+    **{
+        f"input key {key[:20]!a}": (
+            job(body=..., input={**INPUT, "key": key}),
+            "invalid_job",
+            "input.key must be a plain",
+        )
+        for key in (
+            *("v1/acme/../globex/x", "/v1/acme/x", "v1/acme//x", "v1/acme/", "v1/acme/./x", ".."),
+            *("v1/acme/\0", "v1/acme/a\\b", "v1/acme/\n", "v1/acme/\x7f", "v1/acme/\x85", "v1/acme/" + "ä" * 510),
+        )
+    },
     "missing key": (job(body=..., input=INPUT), "input_unavailable", "run + 1"),
     "input too large": (job(body=..., input={**INPUT, "size": 10**9}), "quota_exceeded", "200000"),
     "input digest": (job(body=..., input={**INPUT, "sha256": "xyz"}), "invalid_job", "input.sha256 must match"),
@@ -280,6 +291,18 @@ DEAD: dict[str, tuple[Any, tuple[tuple[str, bytes | None], ...], str, str]] = {
         "has 3 partitions",
     ),
     "partition negative": (job(reply={"partition": -1}), (), "reply_topic_refused", "reply.partition"),
+    "partition of 20 digits": (
+        json.dumps(job(reply={"topic": "acme.replies", "partition": 10**20 - 1})).encode(),
+        (),
+        "reply_topic_refused",
+        "reply.partition",
+    ),
+    "partition of 20 digits behind another": (
+        json.dumps(job(metadata={"a": 10**30}, reply={"topic": "acme.replies", "partition": 10**30})).encode(),
+        (),
+        "reply_topic_refused",
+        "reply.partition",
+    ),
     "partition text": (job(reply={"partition": "1"}), (), "reply_topic_refused", "reply.partition"),
     "partition true": (job(reply={"partition": True}), (), "reply_topic_refused", "reply.partition"),
     "header topic": (job(reply=...), ((names.H_REPLY_TO, b"__transaction_state"),), "reply_topic_refused", "internal"),

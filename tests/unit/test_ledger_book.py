@@ -235,3 +235,45 @@ def test_another_log_under_the_same_name_is_read_from_its_beginning() -> None:
     assert b.position(KEY) == 0
     assert b.commits()[KEY].offset == 0
     read(b, 0)
+
+
+def test_what_a_transaction_took_back_is_not_waited_for() -> None:
+    """Offsets 2 and 3 are an aborted record and its marker, and nothing comes after them."""
+    found = book(end=4)
+    assert [found.complete(read(found, offset)) for offset in (0, 1)] == [True, True]
+    assert found.commits()[KEY].offset == 2
+    found.positions = lambda: {KEY: 4, ("of another", 3): 9}
+    assert found.commits()[KEY].offset == 4
+    assert decode(found.commits()[KEY]).next == 4
+    assert found.register(Place(*KEY, 4)) is not None
+
+
+def test_a_running_record_is_waited_for_however_far_reading_has_come() -> None:
+    found = book()
+    ticket = read(found, 0)
+    found.positions = lambda: {KEY: 3}
+    told = decode(found.commits()[KEY])
+    assert (told.watermark, told.next, [*told.unfinished]) == (0, 3, [0])
+    assert found.complete(ticket)
+    assert found.commits()[KEY].offset == 3
+
+
+def test_nothing_is_passed_over_before_the_status_topic_was_read() -> None:
+    former = book()
+    read(former, 0)
+    found = Book(high=10, max_span=100)
+    found.take(KEY, former.commits()[KEY], 0, 10)
+    found.positions = lambda: {KEY: 5}
+    assert [*decode(found.commits()[KEY]).unfinished] == [0]
+    found.settled(KEY[1], 0)
+    assert found.commits()[KEY].offset == 5  # it was not there any more
+
+
+def test_a_status_record_older_than_the_record_tells_of_another_topic_of_that_name() -> None:
+    found = Book(high=10, max_span=100)
+    found.take(KEY, None, 0, 10)
+    for offset in (0, 1):
+        assert found.settle(Place(*KEY, offset), offset, 1_000)
+    found.settled(KEY[1], 2)
+    assert found.register(Place(*KEY, 0), 1_001) is not None
+    assert found.register(Place(*KEY, 1), 1_000) is None

@@ -8,8 +8,9 @@ from collections.abc import Collection, Mapping
 
 from service.job import Place, Ticket
 from service.ledger import Book, Commit, Committer, Evicted, Key, MetadataTooLarge
-from service.ledger.committer import LEASE_MARGIN_S, SLICE_BYTES, slices
+from service.ledger.committer import SLICE_BYTES, slices
 from service.ledger.metadata import decode
+from service.settings import LEASE_MARGIN_S
 
 KEY = ("jobs", 0)
 

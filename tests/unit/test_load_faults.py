@@ -7,7 +7,7 @@ from typing import Any
 
 from load.faults.breaks import FAULTS, SOLITARY, Hit
 from load.faults.jobs import Planned, lethal, plan
-from load.faults.judgement import Numbers, judge
+from load.faults.judgement import Numbers, judge, strays
 from load.faults.rounds import Options, command, draw
 from load.faults.witness import Trace
 from load.group import Member, Move, Owners
@@ -166,3 +166,12 @@ def test_the_same_seed_gives_the_same_jobs() -> None:
     assert once == again and len({job.id for job in once}) == 50
     assert any(job.stream for job in once) and not all(job.stream for job in once)
     assert b"sim:lost" in lethal("x", 0.0, "m").value
+
+
+def test_strays_are_moves_between_survivors_since_the_kill() -> None:
+    start = Move(1, 99.0, "w1", "w3")  # read late: of the workers' start
+    inherited, balanced = Move(2, 104.0, "w2", "w3"), Move(3, 104.0, "w1", "w4")  # from the dead; to the one that came
+    wrong = Move(4, 104.0, "w1", "w3")
+    hits = [Hit("kill-worker", 103.0, 103.0, "w2")]
+    assert strays([start, inherited, balanced, wrong], hits, {"w1", "w2", "w3"}) == [wrong]
+    assert strays([wrong], [], {"w1", "w2", "w3"}) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -10,7 +11,7 @@ import pytest
 
 from service.outage import SILENT_S, Outage
 from service.settings import StoreSettings
-from service.store import Store, StoreUnavailable
+from service.store import NameRefused, Store, StoreUnavailable
 
 
 def test_it_is_away_from_the_first_failure_to_the_first_answer() -> None:
@@ -59,6 +60,14 @@ class Server:
                 self.send_response(outer.status)
                 self.send_header("Content-Type", "application/xml")
                 self.send_header("ETag", '"0"')
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def do_GET(self) -> None:
+                body = f"<Error><Code>{outer.code}</Code></Error>".encode()
+                self.send_response(outer.status)
+                self.send_header("Content-Type", "application/xml")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -118,6 +127,20 @@ async def test_a_refusal_of_the_call_is_no_outage(server: Server, store: Store, 
     with pytest.raises(StoreUnavailable):
         await store.put("v1/x", b"x")
     assert store.away is None
+
+
+@pytest.mark.parametrize(
+    ("bucket", "key", "code"),
+    [("outputs", "a/../b", ""), ("192.168.0.1", "a", ""), ("outputs", "k" * 1025, ""), ("outputs", "a", "InvalidURI")],
+)
+async def test_a_name_that_no_object_can_have_is_refused_at_once(
+    server: Server, store: Store, bucket: str, key: str, code: str
+) -> None:
+    server.status, server.code = 400, code or "KeyTooLongError"
+    began = time.monotonic()
+    with pytest.raises(NameRefused):
+        await store.get(bucket, key, 1, None)
+    assert time.monotonic() - began < 0.5 and store.away is None
 
 
 async def test_a_store_that_refuses_connections_is_away(server: Server, store: Store) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -15,7 +16,7 @@ from service.frames import Dead, Delta, Error, Head, Timing, Usage
 from service.job import Job, Record
 from service.ledger.book import Book
 from service.ledger.metadata import Commit, encode, pack
-from service.runner import MAX_STARTS, SUSPECT_STARTS, Runner
+from service.runner import ALONE_DEATHS, ALONE_STARTS, COMPANY, MAX_STARTS, Runner
 from service.scheduler.scheduler import Entry, Scheduler
 from service.settings import Settings
 from service.telemetry.metrics import Metrics
@@ -23,6 +24,7 @@ from tests.unit.jobs import job
 
 TOPIC = ("inference.default.jobs.standard", 0)
 CAPACITY = Capacity(max_model_len=512, max_num_seqs=8, kv_tokens=10_000, block_size=16, model="m", version="1")
+OVER = (["completed"], ["failed"])
 TEXT = [Delta(index=0, text="hi", tokens=1, finish_reason="stop")]
 
 
@@ -93,7 +95,7 @@ class Room:
             return True
 
         metrics = Metrics(settings)
-        self.runner = Runner(engine, self, self.scheduler, self.book, metrics, commit)  # type: ignore[arg-type]
+        self.runner = Runner(engine, self, self.scheduler, self.book, metrics, commit)
         self.scheduler.start(CAPACITY)
 
     def put(self, number: int) -> None:
@@ -101,7 +103,7 @@ class Room:
         ticket = self.book.register(one.place)
         assert ticket is not None
         one.ticket = ticket
-        self.scheduler.put(one, alone=self.runner.is_suspect(one))
+        self.scheduler.put(one, company=self.runner.company(one))
 
     # the scheduler's exits
 
@@ -149,7 +151,7 @@ async def make() -> AsyncIterator[Make]:
         await room.scheduler.stop()
 
 
-async def until(condition: Callable[[], bool], deadline_s: float = 5.0) -> None:
+async def until(condition: Callable[[], object], deadline_s: float = 5.0) -> None:
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end, "the condition did not come true in time"
@@ -164,19 +166,19 @@ async def test_who_ran_beside_a_lethal_job_completes_and_the_lethal_one_is_a_dea
     await until(lambda: all(room.ends(n)[-1:] not in ([], ["open"], ["abandoned"]) for n in range(6)))
     for number in (0, 1, 2, 4, 5):
         assert room.ends(number)[-1] == "completed"
-        assert len(room.ends(number)) <= SUSPECT_STARTS + 1, "it ran more often than the deaths it was present at"
-    assert room.ends(3) == ["abandoned"] * SUSPECT_STARTS + ["failed"]
+        assert len(room.ends(number)) <= ALONE_DEATHS + 1, "it ran more often than the deaths it was present at"
+    assert room.ends(3) == ["abandoned"] * ALONE_DEATHS + ["failed"]
     error = room.error(3)
     assert error is not None and error.code == ErrorCode.POISON_JOB and not error.retriable
     letter = next(s.ended[2] for s in room.streams if s.ended and s.ended[2])
-    assert letter.code == ErrorCode.POISON_JOB and letter.attempts == SUSPECT_STARTS + 1
+    assert letter.code == ErrorCode.POISON_JOB and letter.attempts == ALONE_DEATHS + 1
     assert engine.beside[-1] == {"job-3"}, "it was not alone when it was found out"
-    assert len(engine.beside) == SUSPECT_STARTS + 1
+    assert len(engine.beside) == ALONE_DEATHS + 1
 
 
 async def test_a_suspect_waits_for_what_runs_and_what_comes_waits_for_it(make: Make) -> None:
     engine = Mortal(set())
-    room = make(engine, {1: 0, 2: 0, 3: SUSPECT_STARTS, 4: 0, 5: SUSPECT_STARTS, 6: 0, 7: 0})
+    room = make(engine, {1: 0, 2: 0, 3: ALONE_STARTS, 4: 0, 5: ALONE_STARTS, 6: 0, 7: 0})
     for number in range(1, 8):
         room.put(number)
         await asyncio.sleep(0.003)  # each begins, if it may, while the one before it runs
@@ -184,6 +186,49 @@ async def test_a_suspect_waits_for_what_runs_and_what_comes_waits_for_it(make: M
     suspects = [together for together in engine.together if together & {"job-3", "job-5"}]
     assert suspects == [{"job-3"}, {"job-5"}], "something ran beside a suspect"
     assert any(len(together) > 1 for together in engine.together), "nothing else ran side by side either"
+
+
+async def test_who_was_there_when_workers_were_killed_runs_in_groups_beside_others(make: Make) -> None:
+    engine = Mortal(set())
+    room = make(engine, {**dict.fromkeys(range(1, 9), 2), **dict.fromkeys(range(9, 13), 0)})
+    for number in range(1, 13):
+        room.put(number)
+    await until(lambda: all(room.ends(n) == ["completed"] for n in range(1, 13)))
+    suspects = {f"job-{n}" for n in range(1, 9)}
+    assert max(len(together & suspects) for together in engine.together) == CAPACITY.max_num_seqs * COMPANY[2]
+    assert any(together & suspects and together - suspects for together in engine.together), "others waited for them"
+
+
+@pytest.mark.parametrize("culprit", [1, 12, 24])
+async def test_a_job_that_kills_its_worker_is_found_and_the_others_complete(make: Make, culprit: int) -> None:
+    class Killer(Mortal):
+        """The whole worker dies: nobody in it learns of it."""
+
+        async def run(self, job: Job, prepared: Prepared, attempt: str, priority: int) -> AsyncIterator[Output]:
+            with contextlib.suppress(EngineLost):
+                async for output in super().run(job, prepared, attempt, priority):
+                    if self.beside:
+                        break
+                    yield output
+            if self.beside:
+                await asyncio.Event().wait()
+
+    starts = dict.fromkeys(range(1, 25), 0)
+    rooms: list[Room] = []
+    while starts:
+        assert len(rooms) <= MAX_STARTS, "it was not found"
+        engine = Killer({f"job-{culprit}"})
+        room = make(engine, starts)
+        rooms.append(room)
+        for number in starts:
+            room.put(number)
+
+        await until(lambda: engine.beside or all(room.ends(n)[-1:] in OVER for n in starts))
+        killed = {name for beside in engine.beside for name in beside}
+        starts = {n: count + (f"job-{n}" in killed) for n, count in starts.items() if room.ends(n) not in OVER}
+    for number in range(1, 25):
+        (error,) = [room.error(number) for room in rooms if room.ends(number) in OVER]
+        assert (error is not None and error.code == ErrorCode.POISON_JOB) == (number == culprit)
 
 
 async def test_a_job_that_killed_too_many_workers_is_not_run_again(make: Make) -> None:
@@ -205,6 +250,6 @@ async def test_an_engine_that_was_away_already_counts_against_nobody(make: Make)
             async for output in super().run(job, prepared, attempt, priority):
                 yield output
 
-    room = make(Away(set()), {5: SUSPECT_STARTS})
+    room = make(Away(set()), {5: ALONE_STARTS})
     room.put(5)
     await until(lambda: room.ends(5)[-1:] == ["completed"])

@@ -93,6 +93,21 @@ async def test_a_part_that_hangs_or_is_cancelled_does_not_keep_the_others_from_s
     assert parts.order[-2:] == ["engine.close", "health.stop"]
 
 
+async def test_parts_that_all_hang_do_not_add_up(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hangs(*_: Any, **__: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("service.app.PARTS_STOP_S", 0.1)
+    monkeypatch.setattr("service.app.LATE_PART_S", 0.02)
+    await parts.worker.start()
+    worker = parts.worker
+    for part in (worker.cancels, worker.registry, worker.reception, worker.consumer, worker.reply_topics):
+        monkeypatch.setattr(part, "stop", hangs)
+    async with asyncio.timeout(2):
+        await worker.stop(0.0)
+    assert parts.order[-2:] == ["engine.close", "health.stop"]
+
+
 async def test_who_is_superseded_drains_nothing_and_says_who_it_was(
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from schemas.names import CHAT
 from service.engine.protocol import EngineFault, EngineLost, Finished
+from service.engine.vllm.refusals import unusable
 from service.engine.vllm.rendered import Rendered
 from service.frames import Delta, Usage
 
@@ -40,7 +41,9 @@ class Reader:
         self._preemptions = 0
 
     def read(self, output: Any) -> list[Delta]:
-        """Raises EngineLost for an abort that nobody asked for, EngineFault for a request that failed inside."""
+        """Raises EngineLost for an abort that nobody asked for, EngineFault for a request that failed inside,
+        InvalidRequest for one whose constraint cannot be followed.
+        """
         deltas: list[Delta] = []
         held = self._held
         for choice in output.outputs:
@@ -125,6 +128,10 @@ class Reader:
         if reason == "abort" and not self.cancelled:
             raise EngineLost("the engine stopped while the request was running")
         if reason == "error":
+            # It does not compile, leads where no token is allowed, or its masks take too long (masks.py): vLLM says no
+            # more than this, and for a constrained request there is no other cause of it.
+            if getattr(self._rendered.params, "structured_outputs", None) is not None:
+                raise unusable(self._rendered.asked)
             raise EngineFault("the engine reported an error for this request")
         delta = self._read(choice, output)
         assert delta is not None  # always made at the end of a choice

@@ -231,7 +231,7 @@ class VllmEngine:
             self._lost = True
             raise
         except Exception as error:
-            raise self._translated(error) from error
+            raise self._translated(error, rendered.asked) from error
         finally:
             del self._readers[attempt]
             if not self._readers:
@@ -240,7 +240,7 @@ class VllmEngine:
                 await self._abort(attempt)
         yield reader.finished()
 
-    def _translated(self, error: Exception) -> Exception:
+    def _translated(self, error: Exception, body: dict[str, Any]) -> Exception:
         """vLLM's errors → the protocol's."""
         compat = self._compat
         if self._engine is None or isinstance(error, compat.EngineDeadError) or self._engine.errored:
@@ -252,7 +252,7 @@ class VllmEngine:
             return EngineFault(f"the engine failed this request: {type(cause).__name__}")
         # What cannot be sent to EngineCore (a number beyond 64 bits) is the request's fault as much as what is refused.
         if isinstance(cause, (*compat.CLIENT_ERRORS, ValueError, TypeError, OverflowError)):
-            return refusal(cast(Exception, cause))
+            return refusal(cast(Exception, cause), body)
         log.error("the engine failed a request", exc_info=error)
         return EngineFault(f"the engine failed this request: {type(cause or error).__name__}")
 

@@ -19,7 +19,7 @@ from schemas.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound,
 from schemas.names import CHAT, COMPLETIONS
 from service.engine.protocol import Prepared
 from service.engine.vllm import compat
-from service.engine.vllm.refusals import clean, refusal
+from service.engine.vllm.refusals import clean, refusal, unusable
 from service.engine.vllm.rendered import Rendered
 from service.settings import EngineSettings
 
@@ -66,9 +66,9 @@ class Renderer:
         except Refusal:
             raise
         except compat.NOT_FOUND as error:
-            raise ModelNotFound(clean(str(error))) from None
+            raise ModelNotFound(clean(str(error), body)) from None
         except CALLERS as error:
-            raise refusal(error) from None
+            raise refusal(error, body) from None
 
     # ------------------------------------------------------------------ endpoints
 
@@ -79,12 +79,14 @@ class Renderer:
             raise InvalidRequest("tools: this model has no tool parser; send the job without tools, or to another pool")
         answer = await self._online.render_chat(request)
         if isinstance(answer, compat.ErrorResponse):
-            raise InvalidRequest(clean(_said(answer)))
+            raise InvalidRequest(clean(_said(answer), fields))
         (engine_input,) = answer[1]
         asked = vars(request)  # reading the attribute `max_tokens` warns of its deprecation
         wanted = asked["max_tokens"] if asked["max_completion_tokens"] is None else asked["max_completion_tokens"]
         heavy = heavy or any(fields.get(name) for name in STRUCTURED)
-        prepared = await self._aside(heavy, partial(self._finish, CHAT, request, engine_input, wanted, interval))
+        prepared = await self._aside(
+            heavy, partial(self._finish, CHAT, fields, request, engine_input, wanted, interval)
+        )
         rendered: Rendered = prepared.request
         rendered.logprobs = (request.top_logprobs or 0) if request.logprobs else None
         rendered.one_call = request.parallel_tool_calls is False
@@ -108,17 +110,25 @@ class Renderer:
         request = await self._aside(heavy, partial(compat.CompletionRequest.model_validate, fields))
         answer = await self._online.render_completion(request)
         if isinstance(answer, compat.ErrorResponse):
-            raise InvalidRequest(clean(_said(answer)))
+            raise InvalidRequest(clean(_said(answer), fields))
         (engine_input,) = answer
         heavy = heavy or any(fields.get(name) for name in STRUCTURED)
         prepared = await self._aside(
-            heavy, partial(self._finish, COMPLETIONS, request, engine_input, request.max_tokens, interval)
+            heavy, partial(self._finish, COMPLETIONS, fields, request, engine_input, request.max_tokens, interval)
         )
         rendered: Rendered = prepared.request
         rendered.logprobs = request.logprobs
         return prepared
 
-    def _finish(self, endpoint: str, request: Any, engine_input: Any, wanted: int | None, interval: int) -> Prepared:
+    def _finish(
+        self,
+        endpoint: str,
+        fields: dict[str, Any],
+        request: Any,
+        engine_input: Any,
+        wanted: int | None,
+        interval: int,
+    ) -> Prepared:
         """The output budget, the sampling parameters and their checks. Calls no coroutine: it may run in a thread."""
         tokens = len(engine_input["prompt_token_ids"])
         if not tokens:
@@ -135,8 +145,15 @@ class Renderer:
         params = request.to_sampling_params(budget, self._defaults)
         if compat.HAS_REQUEST_INTERVAL:
             params.stream_interval = interval
+        constraint, params.structured_outputs = params.structured_outputs, None
         compat.verify(self._engine, params)
-        rendered = Rendered(endpoint, engine_input, params, request, self._decode)
+        if constraint is not None:
+            params.structured_outputs = constraint
+            try:
+                compat.verify(self._engine, params)
+            except CALLERS as error:
+                raise unusable(fields, error) from None
+        rendered = Rendered(endpoint, engine_input, params, request, self._decode, fields)
         return Prepared(prompt_tokens=tokens, max_tokens=int(params.max_tokens), n=int(params.n), request=rendered)
 
     # ------------------------------------------------------------------ checks before rendering

@@ -16,6 +16,7 @@ class Rendered:
     params: Any  # SamplingParams, DELTA
     body: Any  # the parsed request: parsers read it
     decode: Callable[[int], str]  # token id → text, for logprobs of tokens that vLLM did not decode
+    asked: dict[str, Any] = field(default_factory=dict)  # the body as it was sent: what an error must not repeat
     logprobs: int | None = None  # alternatives per token; None = none asked
     parser: Callable[[], Any] | None = None  # a new parser, one a choice; None = the text is the content
     reasoning: bool = False  # a reasoning parser is on: its tokens are counted

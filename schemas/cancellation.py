@@ -1,4 +1,4 @@
-"""Whose cancellation a CancelledError is."""
+"""Whose cancellation a CancelledError is: what service and client must ask alike."""
 
 from __future__ import annotations
 
