@@ -40,17 +40,22 @@ class Reading:
     doubt: Doubt | None = None
 
 
+# Not content: who asks again may wait elsewhere and longer, and has stored the same request under another key.
+_ASIDE = frozenset({"run", "reply", "deadline", "not_before", "input"})
+
+
 def digest_of(document: dict[str, Any], value: bytes) -> str:
-    """SHA-256 of the job's content, hex: all fields but `run` and `reply` (who asks again may wait elsewhere), keys
-    sorted, so that a repetition is recognised whatever wrote it (R7). A document too deep to be written again is
-    refused anyway; it gets the digest of its bytes."""
+    """SHA-256 of the job's content, hex: all fields but `run`, `reply`, `deadline` and `not_before`, of `input` the
+    digest alone, keys sorted, so that a repetition is recognised whatever wrote it (R7). A document too deep to be
+    written again is refused anyway; it gets the digest of its bytes."""
+    content = {key: field for key, field in document.items() if key not in _ASIDE}
+    if (reference := document.get("input")) is not None:
+        content["input"] = reference.get("sha256") if isinstance(reference, dict) else reference
     try:
-        content = orjson.dumps(
-            {key: field for key, field in document.items() if key not in ("run", "reply")}, None, orjson.OPT_SORT_KEYS
-        )
+        written = orjson.dumps(content, None, orjson.OPT_SORT_KEYS)
     except TypeError:
-        content = value
-    return sha256(content).hexdigest()
+        written = value
+    return sha256(written).hexdigest()
 
 
 def undeliverable(record: Record, ticket: Ticket, headers: Headers, code: ErrorCode, message: str) -> Undeliverable:

@@ -20,6 +20,7 @@ from schemas import names
 from schemas.errors import ErrorCode, Expired
 from schemas.tenants import Tenant, TenantLimits
 from service.intake.intake import LARGE, Intake
+from service.intake.reading import digest_of
 from service.intake.verdict import Lookup, Refused, Undeliverable, Verdict
 from service.job import Job, Place, Record, Ticket
 from service.settings import Settings
@@ -553,7 +554,7 @@ def test_a_damaged_origin_falls_back_to_the_records_place(origin: bytes) -> None
     assert isinstance(verdict, Job) and verdict.head.origin == str(place) and verdict.starts == 0
 
 
-def test_the_digest_is_of_the_content_without_run_and_reply_whatever_the_order_of_keys() -> None:
+def test_the_digest_is_of_what_is_asked_for_not_of_where_and_until_when_it_is_awaited() -> None:
     door = Door()
 
     def digest(value: Any) -> str:
@@ -565,8 +566,14 @@ def test_the_digest_is_of_the_content_without_run_and_reply_whatever_the_order_o
     assert digest(dict(reversed(job().items()))) == first
     assert digest(job(run=7)) == first
     assert digest(job(reply={"topic": names.REPLIES, "partition": 3, "stream": False})) == first
+    assert digest(job(deadline="2099-01-01T00:00:00Z")) == first
     assert digest(job(metadata={"a": "b"})) != first
     assert digest(job(body=body(max_tokens=9))) != first
+    stored = {"bucket": "b", "key": "k", "size": 9, "sha256": "0" * 64, "expires_at": "2099-01-01T00:00:00Z"}
+    again = stored | {"key": "later/k", "expires_at": "2099-01-02T00:00:00Z"}
+    assert digest_of({"input": stored}, b"") == digest_of({"input": again}, b"")
+    assert digest_of({"input": stored}, b"") != digest_of({"input": stored | {"sha256": "1" * 64}}, b"")
+    assert digest_of({"input": 7}, b"") != digest_of({}, b"")
 
 
 def test_a_refusal_never_carries_what_the_contract_does_not_allow() -> None:
