@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from hypothesis import settings
 
 from tests.integration.conftest import TestStack
 from tests.integration.worker_kit import Fleet
+from tests.watchdog import watched
 
 # No test depends on the speed of the machine.
 settings.register_profile("headrace", deadline=None)
@@ -21,6 +22,7 @@ REAL_ENGINE = ("test_worker_contract", "test_worker_life", "test_engine_vllm")
 SLOWEST = ("test_engine_vllm", "test_worker_contract", "test_worker_life", "test_faults")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one file share fixtures and stay in one process (`pytest -n`)."""
     for item in items:
@@ -31,6 +33,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _rank(item: pytest.Item) -> tuple[bool, int]:
     name = item.path.stem
     return "unit" in item.path.parts, SLOWEST.index(name) if name in SLOWEST else len(SLOWEST)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing outlives the run, however it ends."""
+    with watched(tmp_path_factory.getbasetemp()):
+        yield
 
 
 @pytest.fixture(scope="session")
