@@ -30,7 +30,7 @@ FAULTS := tests/integration/test_worker_cancel.py tests/integration/test_worker_
   tests/integration/test_identity_modes.py tests/integration/test_load_fairness.py
 
 # Two at once, each with a stack of its own: most of their time is waiting. Slowest first (tests/conftest.py).
-SIDE_BY_SIDE := -n 2 --dist loadgroup --no-loadscope-reorder --durations=15
+SIDE_BY_SIDE := -n 2 --no-loadscope-reorder --durations=15
 
 test: setup ## unit and integration tests, on real parts of their own
 	@$(RUN) pytest tests/unit tests/integration $(addprefix --ignore=,$(FAULTS)) $(SIDE_BY_SIDE)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -22,12 +24,21 @@ REAL_ENGINE = ("test_worker_contract", "test_worker_life", "test_engine_vllm")
 SLOWEST = ("test_engine_vllm", "test_worker_contract", "test_worker_life", "test_faults")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one file share fixtures and stay in one process (`pytest -n`)."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("engine" if item.path.stem in REAL_ENGINE else item.path.stem))
     items.sort(key=_rank)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of one file share fixtures and stay in one process (`pytest -n`)."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            stem = Path(nodeid.partition("::")[0]).stem
+            return "engine" if stem in REAL_ENGINE else stem
+
+    return Files(config, log)
 
 
 def _rank(item: pytest.Item) -> tuple[bool, int]:
