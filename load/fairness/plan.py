@@ -57,12 +57,13 @@ class Sizes:
 _SHORT, _LONG = Shape(256, 16, 48), Shape(64, 32, 96)
 SIMULATED = Sizes(
     slots=256,
-    shape=Shape(384, 96, 288),
+    # Long outputs: a hundred times as many jobs a second are then still as many as one worker can read.
+    shape=Shape(384, 240, 720),
     neighbours=4,
-    per_s=3.5,
-    heavy_per_s=36.0,
-    window_s=32.0,
-    warm_s=8.0,
+    per_s=1.4,
+    heavy_per_s=14.5,
+    window_s=72.0,
+    warm_s=16.0,
     rounds=2,
     shares=((1, _SHORT), (2, _SHORT), (4, _SHORT), (1, _LONG), (2, _LONG), (4, _LONG)),
     shares_s=40.0,

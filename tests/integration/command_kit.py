@@ -15,12 +15,13 @@ LIMIT_S = 90.0
 
 
 async def headrace(bootstrap: str, pool: str, *arguments: str) -> tuple[int | None, str, str]:
-    """(exit code, standard output, standard error) of `headrace …`."""
+    """(exit code, standard output, standard error) of `headrace …`. No `pool`: none is set."""
+    given = {"HEADRACE_KAFKA__BOOTSTRAP": bootstrap, "COLUMNS": "200"} | ({"HEADRACE_POOL": pool} if pool else {})
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "service.cli", *arguments),
         stdout=PIPE,
         stderr=PIPE,
-        env={**os.environ, "HEADRACE_POOL": pool, "HEADRACE_KAFKA__BOOTSTRAP": bootstrap, "COLUMNS": "200"},
+        env={**os.environ, **given},
         cwd=Path(__file__).parents[2],
     )
     out, err = await asyncio.wait_for(process.communicate(), LIMIT_S)
