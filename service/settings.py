@@ -186,7 +186,7 @@ class DeliverySettings(BaseModel):
 
 class LedgerSettings(BaseModel):
     commit_interval_s: PositiveDuration = 1.0
-    max_span: Positive = 32_768  # records between watermark and the newest, per partition (R3)
+    max_span: Positive = 131_072  # records between watermark and the newest, per partition (R3): read again at worst
     max_unfinished: Positive = 900  # upper bound of HIGH per partition (R3)
 
 

@@ -158,7 +158,7 @@ def _spans(trace: Trace) -> list[tuple[str, float, float]]:
     """(worker, from, to) of each announced attempt; to = when the next one began, or the end was acknowledged."""
     starts = sorted((a.started, a.worker) for a in trace.attempts.values() if a.worker)
     over = trace.settled if trace.settled is not None else float("inf")
-    ends = [at for at, _ in starts[1:]] + [over]
+    ends = [*(at for at, _ in starts[1:]), over][: len(starts)]  # one that was never started ran nowhere
     return [(worker, at, max(at, end)) for (at, worker), end in zip(starts, ends, strict=True)]
 
 

@@ -31,6 +31,8 @@ SEND_S = 20.0  # one record, the client's own retries included
 STOP_S = 2.0
 RETRY_FIRST_S, RETRY_MOST_S = 0.5, 30.0  # doubling
 LINGER_MS = 5  # transfers come in crowds: a batch of jobs for the night
+# Of one partition one batch at a time is on its way: at the client's 16 KiB, 8 jobs a round trip, 500 jobs a second.
+BATCH_BYTES = 1_048_576
 NEVER = (InvalidTopicError, MessageSizeTooLargeError, RecordListTooLargeError, TopicAuthorizationFailedError)
 
 
@@ -56,6 +58,7 @@ class Relay:
             acks="all",
             compression_type="lz4",
             linger_ms=LINGER_MS,
+            max_batch_size=BATCH_BYTES,
             max_request_size=MAX_JOB_BYTES + COPY_BYTES,
             request_timeout_ms=self._settings.kafka.request_timeout_ms,
         )

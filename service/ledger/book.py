@@ -62,7 +62,7 @@ class Book:
 
     @classmethod
     def of(cls, settings: Settings) -> Book:
-        """HIGH = min(900, 2 × max_num_seqs) unfinished records and a span of 32,768 per partition (R3)."""
+        """HIGH = min(900, 2 × max_num_seqs) unfinished records and a bounded span per partition (R3)."""
         high = min(settings.ledger.max_unfinished, 2 * settings.engine.max_num_seqs)
         return cls(high=high, max_span=settings.ledger.max_span, timed=(deferred_topic(settings.pool),))
 
@@ -135,10 +135,13 @@ class Book:
         ledger = self._ledgers.get(key)
         return ledger.room if isinstance(ledger, TimedLedger) else 0
 
-    def excess(self, key: Key) -> int:
-        """How many records a paused partition must finish before it is read on; 0: read, or waits for its span."""
+    def excess(self, key: Key, *, early: bool = False) -> int:
+        """How many records a paused partition must finish before it is read on; 0: read, or waits for its span.
+
+        `early`: how many it would be if it were paused now.
+        """
         ledger = self._ledgers.get(key)
-        return max(0, ledger.live - ledger.low) if ledger is not None and ledger.pressed else 0
+        return max(0, ledger.live - ledger.low) if ledger is not None and (early or ledger.pressed) else 0
 
     def start(self, ticket: Ticket) -> None:
         """The engine gets this record: a kill from the next commit on counts as an unclean start (R11)."""

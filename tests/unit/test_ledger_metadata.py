@@ -56,10 +56,10 @@ def test_what_does_not_fit_is_read_again_and_never_lost(snapshot: Snapshot, limi
 
 
 def test_the_largest_ledger_fits_into_the_brokers_limit() -> None:
-    """900 unfinished over a span of 32,768, every one started before."""
-    step = 32_768 // 900
+    """900 unfinished over a span of 131,072, every one started before."""
+    step = 131_072 // 900
     unfinished = {1_000_000 + step * n: 3 for n in range(900)}
-    snapshot = Snapshot(1_000_000, 1_000_000 + 32_768, 2**40, True, 2**32 - 1, unfinished)
+    snapshot = Snapshot(1_000_000, 1_000_000 + 131_072, 2**40, True, 2**32 - 1, unfinished)
     commit = written(snapshot)
     assert len(commit.metadata) <= LIMIT
     assert decode(commit) == snapshot

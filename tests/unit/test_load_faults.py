@@ -168,6 +168,11 @@ def test_the_same_seed_gives_the_same_jobs() -> None:
     assert b"sim:lost" in lethal("x", 0.0, "m").value
 
 
+def test_a_job_that_nobody_started_is_lost_not_interrupted() -> None:
+    numbers = judge([Job().trace], [Hit("kill-worker", 100.0, 101.0, WORKER)], [Move(3, 100.5, WORKER, OTHER)]).numbers
+    assert (numbers.lost, numbers.interrupted) == (1, 0)
+
+
 def test_strays_are_moves_between_survivors_since_the_kill() -> None:
     start = Move(1, 99.0, "w1", "w3")  # read late: of the workers' start
     inherited, balanced = Move(2, 104.0, "w2", "w3"), Move(3, 104.0, "w1", "w4")  # from the dead; to the one that came

@@ -162,6 +162,29 @@ async def test_once_it_has_begun_it_goes_on_without_waiting() -> None:
     assert len(yard.log) == moved + HIGH // 2 and yard.book.readable(KEY)
 
 
+async def test_while_it_goes_on_jobs_go_before_the_partition_is_full_again() -> None:
+    yard = Yard()
+    yard.read(HIGH)
+    await yard.turn()
+    await yard.turn(room.PATIENCE_S)
+    for number in range(5):
+        yard.read(2, start=HIGH + 2 * number)
+        assert yard.book.readable(KEY), "never paused: what was fetched ahead would be fetched again"
+        await yard.turn(room.PATIENCE_S + number * (room.ACTIVE_S - 1.0))
+    assert len(yard.log) == HIGH // 2 + 10
+
+
+async def test_jobs_on_their_way_are_not_counted_as_jobs_that_may_go() -> None:
+    yard = Yard()
+    yard.read(HIGH)
+    await yard.turn()
+    yard.hold.clear()
+    await yard.turn(room.PATIENCE_S)
+    yard.hold.set()
+    await yard.turn(room.PATIENCE_S)
+    assert len(yard.log) == HIGH // 2
+
+
 async def test_after_a_while_its_case_is_looked_at_anew() -> None:
     yard = Yard()
     yard.read(HIGH)
