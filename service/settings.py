@@ -77,7 +77,7 @@ class KafkaSettings(BaseModel):
     heartbeat_interval_ms: Milliseconds = 1_000  # what a rebalance waits for (research: 1 s is the lever)
     rebalance_timeout_ms: Milliseconds = 30_000
     request_timeout_ms: Milliseconds = 15_000
-    max_partition_fetch_bytes: int = Field(default=262_144, ge=1, lt=2**31)
+    max_partition_fetch_bytes: int = Field(default=65_536, ge=1, lt=2**31)
     instance: str = ""  # static member id (R18), only where one process at a time has it: a StatefulSet's pod name
     security_protocol: SecurityProtocol = "PLAINTEXT"
     sasl_mechanism: SaslMechanism = "SCRAM-SHA-512"  # PLAIN only over TLS: it sends the password as it is

@@ -56,14 +56,15 @@ class Sizes:
 
 _SHORT, _LONG = Shape(256, 16, 48), Shape(64, 32, 96)
 SIMULATED = Sizes(
-    slots=256,
-    # Long outputs: a hundred times as many jobs a second are then still as many as one worker can read.
-    shape=Shape(384, 240, 720),
+    slots=128,
+    # Long outputs: a hundred times as many jobs a second are then still as many as one worker can read on two cores
+    # that it shares with the broker and the load.
+    shape=Shape(384, 480, 1440),
     neighbours=4,
-    per_s=1.4,
-    heavy_per_s=14.5,
-    window_s=72.0,
-    warm_s=16.0,
+    per_s=0.75,
+    heavy_per_s=8.0,
+    window_s=67.0,
+    warm_s=20.0,
     rounds=2,
     shares=((1, _SHORT), (2, _SHORT), (4, _SHORT), (1, _LONG), (2, _LONG), (4, _LONG)),
     shares_s=40.0,

@@ -39,6 +39,8 @@ ACTIVE_S = 10.0
 # Whoever holds less than this share of a window does not fill it.
 LEAST_SHARE = 1 / 8
 TICK_S, FAST_TICK_S = 0.25, 0.02
+# While jobs go, a partition is looked at again after so many came, not only at the next tick: else it is full before.
+CROWD = 16
 # Jobs of one partition on their way at a time.
 AT_ONCE = 256
 # After a failed move, seconds.
@@ -90,6 +92,7 @@ class _Partition:
     active_until: float = 0.0
     paused_until: float = 0.0
     moving: int = 0
+    came: int = 0  # since it was looked at
 
 
 class Spill:
@@ -126,7 +129,12 @@ class Spill:
             return
         tenant = self._tenants.get(job.tenant)
         if tenant is not None and tenant.order == "none":
-            self._partitions.setdefault(job.place[:2], _Partition()).jobs[job.place.offset] = job
+            key = job.place[:2]
+            partition = self._partitions.setdefault(key, _Partition())
+            partition.jobs[job.place.offset] = job
+            partition.came += 1
+            if partition.came == CROWD and partition.active_until:
+                asyncio.get_running_loop().call_soon(self._look, key, partition)
 
     def forget(self, place: Place) -> None:
         """It is complete."""
@@ -146,21 +154,26 @@ class Spill:
 
     def run_once(self, now: float) -> bool:
         """Everything that must go, goes. `now`: monotonic. Whether a partition is being relieved at the moment."""
-        busy = False
-        held = self._doors.is_held()
         for key, partition in self._partitions.items():
-            active = now < partition.active_until
-            excess = 0 if held else self._window.excess(key, early=active)
-            if excess <= 0:
-                partition.full_since = None
-            else:
-                if partition.full_since is None:
-                    partition.full_since = now
-                patient = now - partition.full_since < PATIENCE_S and not active
-                if not patient and now >= partition.paused_until:
-                    self._relieve(key, partition, excess - partition.moving, now)
-            busy = busy or now < partition.active_until
-        return busy
+            self._turn(key, partition, now)
+        return any(now < partition.active_until for partition in self._partitions.values())
+
+    def _look(self, key: Key, partition: _Partition) -> None:
+        if self._partitions.get(key) is partition:
+            self._turn(key, partition, time.monotonic())
+
+    def _turn(self, key: Key, partition: _Partition, now: float) -> None:
+        partition.came = 0
+        active = now < partition.active_until
+        excess = 0 if self._doors.is_held() else self._window.excess(key, early=active)
+        if excess <= 0:
+            partition.full_since = None
+            return
+        if partition.full_since is None:
+            partition.full_since = now
+        patient = now - partition.full_since < PATIENCE_S and not active
+        if not patient and now >= partition.paused_until:
+            self._relieve(key, partition, excess - partition.moving, now)
 
     def _relieve(self, key: Key, partition: _Partition, excess: int, now: float) -> None:
         held = Counter(job.tenant for job in partition.jobs.values())

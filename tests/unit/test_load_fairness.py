@@ -53,7 +53,7 @@ def test_neighbours_ask_for_less_than_half_their_share(engine: str) -> None:
 
 def test_simulated_neighbours_have_the_samples_that_a_95th_percentile_needs() -> None:
     sizes = ENGINES["simulated"]
-    assert sizes.per_s * sizes.window_s * sizes.rounds >= 200
+    assert sizes.per_s * sizes.window_s * sizes.rounds >= 100
 
 
 def test_prompts_have_their_length_and_no_block_in_common() -> None:

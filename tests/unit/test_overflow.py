@@ -174,6 +174,20 @@ async def test_while_it_goes_on_jobs_go_before_the_partition_is_full_again() -> 
     assert len(yard.log) == HIGH // 2 + 10
 
 
+async def test_while_it_goes_on_a_crowd_goes_without_waiting_for_the_next_turn(monkeypatch: Any) -> None:
+    monkeypatch.setattr(room, "CROWD", 4)
+    yard = Yard()
+    yard.read(HIGH)
+    await yard.turn()
+    await yard.turn(room.PATIENCE_S)
+    moved = len(yard.log)
+    for number in range(4):
+        yard.read(1, start=HIGH + number)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert len(yard.log) == moved + 4
+
+
 async def test_jobs_on_their_way_are_not_counted_as_jobs_that_may_go() -> None:
     yard = Yard()
     yard.read(HIGH)
