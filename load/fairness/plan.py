@@ -59,7 +59,7 @@ SIMULATED = Sizes(
     slots=128,
     # Long outputs: a hundred times as many jobs a second are then still as many as one worker can read on two cores
     # that it shares with the broker and the load.
-    shape=Shape(384, 480, 1440),
+    shape=Shape(384, 96, 1824),
     neighbours=4,
     per_s=0.75,
     heavy_per_s=8.0,
