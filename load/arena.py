@@ -184,11 +184,14 @@ class Arena:
         """Children of workers that are gone and should have ended by themselves."""
         for worker in self.workers.values():
             self._note_family(worker)
-        alive = {worker.process.pid for worker in self.workers.values()}
+        kept: set[int] = set()  # an engine has processes of its own
+        for worker in self.workers.values():
+            with contextlib.suppress(psutil.Error):
+                kept.update(child.pid for child in psutil.Process(worker.process.pid).children(recursive=True))
         found = []
         for process in self._families:
             with contextlib.suppress(psutil.Error):
-                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE and process.ppid() not in alive:
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE and process.pid not in kept:
                     found.append(process.pid)
         return found
 

@@ -87,7 +87,8 @@ def job(
     output: dict[str, Any] | None = None,
     topic: str = REPLIES,
 ) -> bytes:
-    body: dict[str, Any] = {"model": model, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "n": n}
+    body: dict[str, Any] = {"model": model, "max_tokens": tokens, "ignore_eos": True, "n": n}
+    body["temperature"] = 0 if n == 1 else 0.8  # vLLM makes no two choices of the one greedy answer
     if endpoint == CHAT:
         body["messages"] = [{"role": "user", "content": prompt}]
     else:
