@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from client.errors import InvalidJob
 from schemas.fields import format_time
-from schemas.job import Job
+from schemas.job import NOT_CONTENT, Job
 from schemas.keys import job_key
 from schemas.names import CHAT, COMPLETIONS, EMBEDDINGS, SCHEMA_VERSION
 
@@ -112,7 +112,7 @@ def content_of(fields: Mapping[str, Any]) -> bytes:
     """What tells jobs of one identity apart: a digest of all that `build` took but run and reply, as the service has
     it (R7), and the times, which differ each time that they are counted from now.
     """
-    content = {name: value for name, value in fields.items() if name not in ("run", "reply", "deadline", "not_before")}
+    content = {name: value for name, value in fields.items() if name not in NOT_CONTENT}
     return sha256(orjson.dumps(content, None, orjson.OPT_SORT_KEYS)).digest()
 
 

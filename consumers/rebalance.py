@@ -268,8 +268,9 @@ class Rebalance(ConsumerRebalanceListener):
 
     def _part(self, keys: set[Key]) -> None:
         """From partitions that nobody has any more. What is not due yet cannot be fetched again: let go."""
-        self._let_go({key for key in keys if key[0] in self._book.timed})
-        self._book.detach(keys - {key for key in keys if key[0] in self._book.timed})
+        timed = {key for key in keys if key[0] in self._book.timed}
+        self._let_go(timed)
+        self._book.detach(keys - timed)
 
     def _let_go(self, lost: Iterable[Key]) -> None:
         gone = set(lost)

@@ -182,12 +182,7 @@ class Arena:
 
     def orphans(self) -> list[int]:
         """Children of workers that are gone and should have ended by themselves."""
-        for worker in self.workers.values():
-            self._note_family(worker)
-        kept: set[int] = set()  # an engine has processes of its own
-        for worker in self.workers.values():
-            with contextlib.suppress(psutil.Error):
-                kept.update(child.pid for child in psutil.Process(worker.process.pid).children(recursive=True))
+        kept = {child.pid for worker in self.workers.values() for child in self._note_family(worker)}
         found = []
         for process in self._families:
             with contextlib.suppress(psutil.Error):
@@ -203,9 +198,14 @@ class Arena:
                         return process
         return None
 
-    def _note_family(self, worker: Spawned) -> None:
-        with contextlib.suppress(psutil.Error):
-            self._families.update(psutil.Process(worker.process.pid).children(recursive=True))
+    def _note_family(self, worker: Spawned) -> list[psutil.Process]:
+        """Its children and theirs (an engine has processes of its own), from now on remembered."""
+        try:
+            family = psutil.Process(worker.process.pid).children(recursive=True)
+        except psutil.Error:
+            return []
+        self._families.update(family)
+        return family
 
     # parts of the stack
 

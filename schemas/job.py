@@ -32,6 +32,10 @@ class OutputOptions(Asked):
     ttl_days: Annotated[int, Field(ge=1, le=365)] | None = Field(default=None, description="null = the store's default")
 
 
+# Fields that do not make another job of one identity: who asks again may wait elsewhere and longer.
+NOT_CONTENT = frozenset({"run", "reply", "deadline", "not_before"})
+
+
 class Job(Asked):
     model_config = ConfigDict(json_schema_extra=exactly_one("body", "input"))
 

@@ -41,7 +41,7 @@ def watched(folder: Path) -> Iterator[None]:
 
 def left(folder: str, run: str) -> list[psutil.Process]:
     found = []
-    for process in psutil.process_iter(["environ", "status"]):
+    for process in psutil.process_iter(["environ"]):
         environment = process.info["environ"] or {}
         if environment.get(RUN) == run or environment.get(MARKER, "").startswith(f"{folder}/"):
             found.append(process)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
 
-import orjson
 import typer
 
 from client import Unreachable
@@ -48,7 +47,7 @@ def acls(
         raise typer.Exit(session.told(str(error), session.FAILED)) from None
     if json:
         said = {"identity": found.identity, "given": given, "acls": [asdict(acl) for acl in wanted]}
-        typer.echo(orjson.dumps(said).decode())
+        session.print_json(said)
         return
     for acl in wanted:
         typer.echo(acl.command())

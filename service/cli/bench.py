@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine
 from enum import Enum
 from typing import Annotated, Any, TypeVar
 
-import orjson
 import typer
 from aiokafka.errors import KafkaError
 from rich.console import Console
@@ -20,6 +19,7 @@ from infra.errors import StackError
 from infra.progress import Quiet
 from infra.stack import Stack
 from load.arena import ArenaFailed
+from service.cli import session
 from service.cli.process import WorkerProcess, WorkerStopped
 from service.cli.terminal import Screen
 from service.cli.worker import load
@@ -81,7 +81,7 @@ def engine_overhead(
             stack.down()
     _show(console, measured)
     if json:
-        typer.echo(orjson.dumps(measured).decode())
+        session.print_json(measured)
     raise typer.Exit(0 if measured["verdict"] == "pass" else 1)
 
 
@@ -109,7 +109,7 @@ def faults(
     report = _alone(console, lambda: kit.run(WorkerProcess, options, _sayer(console), Quiet()))
     show(console, report)
     if json:
-        typer.echo(orjson.dumps(report.line(options, time.monotonic() - began)).decode())
+        session.print_json(report.line(options, time.monotonic() - began))
     raise typer.Exit(0 if report.good else 1)
 
 
@@ -142,7 +142,7 @@ def fairness(
     result = _alone(console, lambda: kit.run(WorkerProcess, engine.value, _sayer(console), Quiet()))
     show(console, result)
     if json:
-        typer.echo(orjson.dumps(result.line()).decode())
+        session.print_json(result.line())
     raise typer.Exit(0 if result.good else 1)
 
 
@@ -163,7 +163,7 @@ def fuzz(
 def _told(console: Console, measured: dict[str, Any], json: bool) -> None:
     """Ends the command with what was measured and its verdict."""
     if json:
-        typer.echo(orjson.dumps(measured).decode())
+        session.print_json(measured)
     else:
         for name, value in measured.items():
             console.print(f"{name}: {value}", markup=False, soft_wrap=True)

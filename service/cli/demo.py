@@ -10,7 +10,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-import orjson
 import typer
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -25,6 +24,7 @@ from infra import store
 from infra.errors import StackError
 from infra.stack import Addresses, Stack
 from schemas.names import REPLIES
+from service.cli import session
 from service.cli import trace as traces
 from service.cli.process import WorkerProcess, WorkerStopped
 from service.cli.raw import terminals_since, topic_ends
@@ -121,7 +121,7 @@ def demo(
             stays = "" if keep or was_up else "  (stops with the stack now: run with --keep to open it)"
             console.print(f"trace: {outcome.viewer}{stays}", soft_wrap=True)
         if json:
-            typer.echo(orjson.dumps(outcome.line()).decode())
+            session.print_json(outcome.line())
     except (StackError, TopicsRefused, BrokerUnreachable, WorkerStopped, ClientError) as problem:
         console.print(f"[red]headrace demo:[/] {problem}")
     finally:

@@ -53,7 +53,7 @@ def up(
         stack.up()
     parts = stack.status()
     if json:
-        _print({"ok": True, "changed": stack.changed, "notes": stack.notes, **_document(stack)})
+        session.print_json({"ok": True, "changed": stack.changed, "notes": stack.notes, **_document(stack)})
         return
     console = Screen(highlight=False)
     console.print("nothing to do: everything runs" if not stack.changed else "the local stack is up")
@@ -71,7 +71,7 @@ def down(json: Json = False) -> None:
         stopped = stack.down()
         cards.sweep(stack.folder)
     if json:
-        _print({"ok": True, "stopped": stopped, "workers": [asdict(card) for card in left]})
+        session.print_json({"ok": True, "stopped": stopped, "workers": [asdict(card) for card in left]})
     else:
         for card in left:
             told = f"worker {card.name} still runs, and its broker is gone now: kill {card.pid}"
@@ -96,7 +96,7 @@ def status(
     parts = stack.status()
     good = all(part.state == "running" for part in parts if part.name in ("kafka", "store"))
     if json:
-        _print({"ok": good, **_document(stack)})
+        session.print_json({"ok": good, **_document(stack)})
     else:
         table = Table(box=None, pad_edge=False)
         for title in ("part", "state", "pid", "address"):
@@ -162,10 +162,6 @@ def _verdict(card: cards.Card) -> str:
 
 def _show(json: bool) -> Progress | None:
     return Quiet() if json else None
-
-
-def _print(document: dict[str, Any]) -> None:
-    typer.echo(orjson.dumps(document).decode())
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from collections.abc import Coroutine
 from dataclasses import asdict
 from typing import Annotated, Any, TypeVar
 
-import orjson
 import typer
 
 from client import Unreachable
@@ -41,7 +40,7 @@ def apply(bootstrap: Bootstrap = None, pool: Pool = None, partitions: Partitions
     done = _run(_apply(_settings(bootstrap, pool, partitions)))
     good = _good(done.findings)
     if json:
-        _print({"ok": good, **asdict(done)})
+        session.print_json({"ok": good, **asdict(done)})
     else:
         for name in done.created:
             say(f"created  {name}")
@@ -58,7 +57,7 @@ def check(bootstrap: Bootstrap = None, pool: Pool = None, partitions: Partitions
     findings = _run(_check(_settings(bootstrap, pool, partitions)))
     good = _good(findings)
     if json:
-        _print({"ok": good, "findings": [asdict(finding) for finding in findings]})
+        session.print_json({"ok": good, "findings": [asdict(finding) for finding in findings]})
     else:
         _report(findings)
         if good:
@@ -104,7 +103,3 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 def _report(findings: list[topics.Finding]) -> None:
     for finding in findings:
         say(f"headrace: {'warning: ' if finding.warning else ''}{finding}", err=True)
-
-
-def _print(document: dict[str, Any]) -> None:
-    typer.echo(orjson.dumps(document).decode())

@@ -40,8 +40,8 @@ class Reading:
     doubt: Doubt | None = None
 
 
-# Not content: who asks again may wait elsewhere and longer, and has stored the same request under another key.
-_ASIDE = frozenset({"run", "reply", "deadline", "not_before", "input"})
+# Of `input` the digest counts: who asks again has stored the same request under another key.
+_ASIDE = wire.NOT_CONTENT | {"input"}
 
 
 def digest_of(document: dict[str, Any], value: bytes) -> str:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 THREAD_S = 120  # what the thread would take; far beyond every bound below
 BOUND_S = 60.0  # for imports on a busy machine; the end itself takes no time
 
@@ -49,26 +51,18 @@ def ended(script: str, end: str, backstop: float = BOUND_S) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def test_a_thread_that_works_on_does_not_hold_up_the_end_of_a_worker() -> None:
-    code, said = ended(WORKER, "return")
+@pytest.mark.parametrize("script", [WORKER, DELIVERY], ids=["worker", "delivery process"])
+def test_a_thread_that_works_on_does_not_hold_up_the_end(script: str) -> None:
+    code, said = ended(script, "return")
     assert (code, said) == (0, "")
 
 
-def test_a_worker_that_fails_ends_too_and_says_why() -> None:
-    code, said = ended(WORKER, "raise RuntimeError('a bug')")
+@pytest.mark.parametrize("script", [WORKER, DELIVERY], ids=["worker", "delivery process"])
+def test_whoever_fails_ends_too_and_says_why(script: str) -> None:
+    code, said = ended(script, "raise RuntimeError('a bug')")
     assert code == 1 and "RuntimeError: a bug" in said
 
 
 def test_a_stop_that_hangs_is_cut_off_and_names_the_call() -> None:
     code, said = ended(WORKER, "time.sleep(120)  # not even the loop turns", backstop=0.5)
     assert code == 1 and "Timeout" in said and "in run" in said
-
-
-def test_a_thread_that_works_on_does_not_hold_up_the_end_of_the_delivery_process() -> None:
-    code, said = ended(DELIVERY, "return")
-    assert (code, said) == (0, "")
-
-
-def test_a_delivery_process_that_fails_ends_too_and_says_why() -> None:
-    code, said = ended(DELIVERY, "raise RuntimeError('a bug')")
-    assert code == 1 and "RuntimeError: a bug" in said
