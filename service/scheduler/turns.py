@@ -301,8 +301,8 @@ class Turns:
             flow.ahead -= 1
             account.expected -= entry.expected
             self.meter.withdrawn(entry, tier)
+            self._part(entry, tier, now)  # first: whom its limit held back goes on waiting in its stead
             tier.note(flow, self.clock.at(now))
-            self._part(entry, tier, now)
 
     def _vacate(self, entry: Entry) -> None:
         flow, account, claim = entry.flow, entry.account, entry.claim

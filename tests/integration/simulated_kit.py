@@ -97,3 +97,11 @@ def metric(worker: WorkerProcess, name: str, **labels: str) -> float:
         if match and all(f'{key}="{value}"' in (match[1] or "") for key, value in labels.items()):
             return float(match[2])
     return 0.0
+
+
+def state_of(worker: WorkerProcess) -> str:
+    """For the message of a test that waited in vain: what the worker counts, and the end of its log."""
+    with urllib.request.urlopen(worker.url + "/metrics", timeout=5) as answer:
+        lines = answer.read().decode().splitlines()
+    said = [line for line in lines if line.startswith("headrace_") and "_bucket" not in line and " 0.0" not in line]
+    return "\n".join([*said, *worker.log.read_text(errors="replace").splitlines()[-40:]])

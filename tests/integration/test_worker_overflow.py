@@ -19,7 +19,7 @@ from schemas.names import H_ORIGIN, H_TYPE, REPLIES, jobs_topic, overflow_topic,
 from tests.integration.command_kit import told
 from tests.integration.conftest import TestStack
 from tests.integration.delivery_kit import until
-from tests.integration.simulated_kit import SimulatedPool, metric
+from tests.integration.simulated_kit import SimulatedPool, metric, state_of
 from tests.integration.worker_kit import TERMINAL, Wire, job, new_id
 
 FLOOD, NEIGHBOUR = "acme", "initech"  # their keys lie on the same partition of six
@@ -74,7 +74,13 @@ class Flood:
             left.difference_update(self.ended)
             return not left
 
-        await until(done, f"the end of {len(ids)} jobs", timeout_s)
+        try:
+            await until(done, f"the end of {len(ids)} jobs", timeout_s)
+        except AssertionError as problem:
+            problem.add_note(f"{len(left)} have not ended, as {sorted(left)[:3]}")
+            for name, worker in self.pool.workers.items():
+                problem.add_note(f"{name}:\n{state_of(worker)}")
+            raise
 
     async def spilled(self) -> int:
         place = TopicPartition(overflow_topic(self.pool.name), partition_of(FLOOD, 6))

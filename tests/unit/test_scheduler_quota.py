@@ -185,3 +185,20 @@ def test_a_waiting_job_may_go_away_wherever_a_limit_holds_it() -> None:
             hall.turns.remove(entry, hall.now)
             hall.check()
     hall.drain()
+
+
+def test_who_waits_behind_a_limit_goes_on_waiting_when_the_job_before_goes_away() -> None:
+    """The job that went held its tenant's only place: the one behind it has waited as long, and keeps its turn."""
+    hall = Hall(seqs=4, max_wait_s=30.0)
+    hall.tenant("one", running_jobs=1)
+    hall.slow = True
+    first, second = (hall.put("one", "interactive", max_tokens=10) for _ in range(2))
+    hall.turn()
+    assert (first.stage, second.stage) == (Stage.PICKED, Stage.QUEUED)
+    waiting = hall.turns.tiers["interactive"].waiting
+    before = list(waiting.values())
+    hall.now += 20.0
+    hall.turns.remove(first, hall.now)
+    assert list(waiting.values()) == before, "its tenant's wait began anew"
+    hall.check()
+    hall.drain()
