@@ -214,9 +214,13 @@ class Reception:
     # -- the doors of `spill`
 
     def take_out(self, places: Collection[Place]) -> list[Job]:
-        return self._scheduler.take(frozenset(places))
+        taken = self._scheduler.take(frozenset(places))
+        for job in taken:
+            self.copies.departs(job.ticket)
+        return taken
 
     def put_back(self, job: Job) -> None:
+        self.copies.stays(job.ticket)
         if not self._closed:
             self.go_on(Arrival.of(job), returning=True)
 

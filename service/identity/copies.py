@@ -162,11 +162,24 @@ class Copies:
             else:  # nobody was told how it ended
                 self._enter(follower)
 
+    def departs(self, ticket: Ticket) -> None:
+        """This record is being published on another topic of the service; `gone` or `stays` follows.
+
+        Its copy there may be read before the acknowledgement: dropped as the same record, with this one then gone, the
+        job would be lost.
+        """
+        self._identities.depart(ticket)
+
     def gone(self, ticket: Ticket) -> None:
         """This record went elsewhere without an end: it was published on another topic of the service."""
         group = self._identities.ended(ticket)
         for follower in group.followers if group is not None else ():
-            self._enter(follower)
+            self.admit(follower)
+
+    def stays(self, ticket: Ticket) -> None:
+        """It was not published, or nobody knows whether it was."""
+        for copy in self._identities.stay(ticket):
+            self._drop(copy)
 
     def abandon(self, lost: set[Key]) -> None:
         """Partitions went to another worker, and with them their leaders and followers."""

@@ -1,7 +1,8 @@
 """The copies of each job that are here: who runs, who waits on it, who is refused (R7). Pure: no I/O, no clock.
 
     first of its identity ──▶ leader: queued, running, or being refused
-    same origin           ──▶ the same record once more (through `deferred` or `overflow`): nothing to do
+    same origin           ──▶ the same record once more (through `deferred` or `overflow`): nothing to do; unless the
+                              leader is on its way there: the broker may hand the copy out before it acknowledges it
     same content          ──▶ follower: holds no place at the engine, gets the leader's end
     other content         ──▶ conflict: refused; if its reader is the leader's reader too, after the leader's end, since
                               the first terminal event of an identity is the one that counts
@@ -64,6 +65,7 @@ class Group:
 
     leader: Arrival
     followers: list[Arrival] = field(default_factory=list)
+    leaving: bool = False  # the leader is being published elsewhere: its copy there waits until that is certain
 
 
 class Identities:
@@ -92,7 +94,8 @@ class Identities:
             self._leading[arrival.place] = group
             return Standing.LEADER
         head, leader = arrival.head, group.leader.head
-        if any(head.origin == other.head.origin for other in (group.leader, *group.followers)):
+        rivals = group.followers if group.leaving else (group.leader, *group.followers)
+        if any(head.origin == other.head.origin for other in rivals):
             return Standing.SAME_RECORD
         if head.digest != leader.digest and not _same_reader(head, leader):
             return Standing.CONFLICT
@@ -102,11 +105,26 @@ class Identities:
 
     def ended(self, ticket: Ticket) -> Group | None:
         """The record's end is acknowledged, or it went elsewhere: its group, if it led one, which is no more."""
-        group = self._leading.get(ticket.place)
-        if group is None or group.leader.ticket != ticket:
-            return None
-        self._dissolve(group)
+        group = self._led(ticket)
+        if group is not None:
+            self._dissolve(group)
         return group
+
+    def depart(self, ticket: Ticket) -> None:
+        """The leader is being published elsewhere; `ended` or `stay` follows."""
+        if (group := self._led(ticket)) is not None:
+            group.leaving = True
+
+    def stay(self, ticket: Ticket) -> list[Arrival]:
+        """It was not, or nobody knows. Returns copies of it that came all the same, which are no followers any more."""
+        group = self._led(ticket)
+        if group is None:
+            return []
+        group.leaving = False
+        copies = [f for f in group.followers if f.head.origin == group.leader.head.origin]
+        for copy in copies:
+            self.leave(copy)
+        return copies
 
     def leave(self, arrival: Arrival) -> bool:
         """A follower goes by itself (cancelled, expired). False: it is none."""
@@ -140,6 +158,10 @@ class Identities:
 
     def followers(self) -> list[Arrival]:
         return [f for group in {id(g): g for g in self._following.values()}.values() for f in group.followers]
+
+    def _led(self, ticket: Ticket) -> Group | None:
+        group = self._leading.get(ticket.place)
+        return group if group is not None and group.leader.ticket == ticket else None
 
     def _orphans(self, groups: Iterable[Group]) -> list[Arrival]:
         orphans: list[Arrival] = []

@@ -285,6 +285,42 @@ async def test_a_copy_whose_first_went_elsewhere_without_an_end_goes_on(desk: De
     assert list(desk.doors.running.values()) == [third]
 
 
+async def test_a_copy_that_is_read_before_its_first_is_known_to_be_moved_runs(desk: Desk) -> None:
+    """A broker may hand a record out before its publisher has the acknowledgement. Dropped, the job were lost."""
+    first = arrival(1)
+    copy, once_more = (arrival(n, origin=first.head.origin) for n in (5, 6))
+    desk.copies.admit(first)
+    desk.copies.departs(first.ticket)
+    del desk.doors.running[first.place]
+    desk.copies.admit(copy)
+    desk.copies.admit(once_more)
+    assert not desk.doors.running and desk.doors.dropped == [once_more]
+    desk.lost.add(first.ticket)
+    desk.copies.gone(first.ticket)
+    assert list(desk.doors.running.values()) == [copy]
+    desk.end(copy)
+    assert desk.doors.dropped == [once_more] and not len(desk.copies._identities)
+
+
+async def test_a_copy_of_one_that_stays_after_all_is_the_same_record_once_more(desk: Desk) -> None:
+    """Nobody knew whether it was written: the first goes on where it was, and what was written is complete."""
+    first, second = arrival(1), arrival(2)
+    copy = arrival(5, origin=first.head.origin)
+    desk.copies.admit(first)
+    desk.copies.departs(first.ticket)
+    desk.copies.admit(second)
+    desk.copies.admit(copy)
+    assert not desk.doors.dropped
+    desk.copies.stays(first.ticket)
+    assert desk.doors.dropped == [copy]
+    late = arrival(7, origin=first.head.origin)
+    desk.copies.admit(late)
+    assert desk.doors.dropped == [copy, late]
+    desk.end(first)
+    await desk.settle()
+    assert [a for a, _, _ in desk.doors.answered] == [second]
+
+
 async def test_an_answer_that_comes_after_the_partition_went_is_not_given(desk: Desk) -> None:
     first, second = arrival(1), arrival(2)
     desk.copies.admit(first)
@@ -424,6 +460,8 @@ steps = st.lists(
         st.tuples(st.just("end"), st.integers(0, 5), st.sampled_from(["completed", "failed", "undeliverable"])),
         st.tuples(st.just("lose"), st.integers(0, 2)),
         st.tuples(st.just("move"), st.integers(0, 5), st.booleans()),
+        st.tuples(st.just("depart"), st.integers(0, 5)),
+        st.tuples(st.just("arrive"), st.integers(0, 2), st.booleans()),
         st.tuples(st.just("cancel"), st.sampled_from("ab")),
         st.tuples(st.just("tick")),
         st.tuples(st.just("settle")),
@@ -444,6 +482,26 @@ async def _play(plan: list[Any]) -> None:
     seen: dict[Place, Arrival] = {}
     gone: set[Place] = set()  # lost, or moved: not ours to end
     ended: Counter[Place] = Counter()
+    away: list[Arrival] = []  # being published elsewhere
+    landed: list[Arrival] = []  # their copies there
+
+    def resolve(leader: Arrival, partition: int, early: bool) -> None:
+        """Acknowledged, and its copy read: in this order or, `early`, in the other."""
+        nonlocal offset
+        offset += 1
+        copy = arrival(offset, leader.head.job_id, partition=partition, digest=leader.head.digest[0])
+        copy.head.origin = leader.head.origin
+        seen[copy.place] = copy
+        landed.append(copy)
+        if early:
+            desk.copies.admit(copy)
+        if leader.ticket not in desk.lost:
+            gone.add(leader.place)
+            desk.lost.add(leader.ticket)
+            desk.copies.gone(leader.ticket)
+        if not early:
+            desk.copies.admit(copy)
+
     try:
         for step in plan:
             match step:
@@ -474,6 +532,13 @@ async def _play(plan: list[Any]) -> None:
                     desk.lost.add(leader.ticket)
                     if told:
                         desk.copies.gone(leader.ticket)
+                case ("depart", which) if doors.running:
+                    leader = list(doors.running.values())[which % len(doors.running)]
+                    del doors.running[leader.place]
+                    away.append(leader)
+                    desk.copies.departs(leader.ticket)
+                case ("arrive", partition, early) if away:
+                    resolve(away.pop(0), partition, early)
                 case ("cancel", id):
                     doors.cancelled |= {a.place for a in seen.values() if a.head.job_id == id}
                     for leader in desk.copies.cancel("acme", id, None):
@@ -484,6 +549,10 @@ async def _play(plan: list[Any]) -> None:
                     desk.copies.run_once(time.time())
                 case ("settle",):
                     await desk.settle()
+        for leader in away:  # not acknowledged in time
+            if leader.ticket not in desk.lost:
+                desk.copies.stays(leader.ticket)
+                doors.running[leader.place] = leader
         # Everything that runs ends, until nothing is left.
         for _ in range(len(seen) + 2):
             await desk.settle()
@@ -498,6 +567,9 @@ async def _play(plan: list[Any]) -> None:
         ways.update(a.place for a in doors.dropped)
         for place in seen:
             assert ways[place] == 1 or (place in gone and ways[place] <= 1), (place, ways[place])
+        for copy in landed:
+            same = [a.place for a in seen.values() if a.head.origin == copy.head.origin and a.place not in gone]
+            assert copy.place in gone or any(p not in {a.place for a in doors.dropped} for p in same), "a lost job"
         assert not desk.copies._identities.followers()
         for one, refusal in doors.turned_away:
             if refusal.code == ErrorCode.ID_CONFLICT:

@@ -48,6 +48,34 @@ async def test_a_job_of_an_ordered_tenant_does_not_overtake_a_record_that_intake
     await worker.reception.stop()
 
 
+@pytest.mark.parametrize("acknowledged", [True, False])
+async def test_a_job_whose_copy_on_overflow_is_read_before_the_acknowledgement_is_not_lost(
+    worker: Worker, acknowledged: bool
+) -> None:
+    book, reception = worker.book, worker.reception
+    jobs, overflow = PLACE[:2], ("inference.default.overflow", 0)
+    for key, begin in ((jobs, PLACE.offset), (overflow, 0)):
+        book.take(key, None, begin, 100)
+    book.settled(0, 0)
+    here, there = book.register(PLACE), book.register(Place(*overflow, 0))
+    assert here is not None and there is not None
+    first = replace(job(7), ticket=here)
+    copy = replace(first, ticket=there, record=replace(first.record, place=there.place))
+
+    reception._settle(first)
+    assert reception.take_out({first.place}) == [first]
+    reception._settle(copy)
+    assert book.owns(there) and not worker.scheduler.queued
+    if acknowledged:
+        assert book.complete(here)
+        reception.moved(here)
+    else:
+        reception.put_back(first)
+    assert [e.job for e in worker.scheduler.entries()] == [copy if acknowledged else first]
+    assert (book.owns(here), book.owns(there)) == (not acknowledged, acknowledged)
+    await reception.stop()
+
+
 def written(worker: Worker) -> int:
     """Dead letters and streams that delivery was given."""
     return len(worker.link._deads) + len(worker.link._streams)
