@@ -91,8 +91,12 @@ class Reception:
         if self._closed:
             return
         record = self.deferral.original(record)
-        if not self.deferral.keeps(record, ticket):
-            self._settle(self._intake.read(record, ticket))
+        if not self.deferral.keeps(record, ticket) and not self.spill.takes(record, ticket):
+            self.take_in(record, ticket)
+
+    def take_in(self, record: Record, ticket: Ticket) -> None:
+        """A record that stays here is judged."""
+        self._settle(self._intake.read(record, ticket))
 
     def poison(self, record: Record, ticket: Ticket, message: str) -> None:
         """A record on which our own code raised: kept whole, so that nothing is lost."""
@@ -226,6 +230,9 @@ class Reception:
 
     def is_held(self) -> bool:
         return bool(self._scheduler.holds)
+
+    def may_go_unread(self, tenant: str) -> bool:
+        return not self._intake.credentials.marks and not self.homes.concerns(tenant)
 
     def moved(self, ticket: Ticket) -> None:
         self._metrics.spilled("full")

@@ -45,6 +45,10 @@ class Credentials(Protocol):
     # Whether a record's headers may say where its events go: nobody signs them.
     believes_headers: bool
 
+    @property
+    def marks(self) -> bool:
+        """Whether a copy must bear the service's mark: then nothing is copied before it is believed."""
+
     def at_once(self, record: Record) -> Proof | Doubt | None:
         """A job's record, or a cancel's; None: ask `later`."""
 
@@ -79,6 +83,10 @@ class Trusted:
     def __init__(self, sealer: Sealer | None) -> None:
         self._sealer = sealer
 
+    @property
+    def marks(self) -> bool:
+        return self._sealer is not None
+
     def at_once(self, record: Record) -> Proof | Doubt | None:
         if self._sealer is None or seal_in(record.headers) is None:
             return _ANYBODY
@@ -101,6 +109,7 @@ class Trusted:
 class ByTopic:
     own_replies = True
     believes_headers = True
+    marks = True
 
     def __init__(self, sealer: Sealer, copied: frozenset[str]) -> None:
         self._sealer = sealer
@@ -133,6 +142,7 @@ class ByTopic:
 class Signed:
     own_replies = True
     believes_headers = False
+    marks = True
 
     def __init__(self, sealer: Sealer, copied: frozenset[str], pool: str, keyring: Keyring) -> None:
         self._sealer = sealer

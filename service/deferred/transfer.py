@@ -32,23 +32,26 @@ class Transfer:
     def of(
         cls,
         record: Record,
-        head: Head,
+        head: Head | None,
         topic: str,
         *,
         starts: int,
         due: float | None = None,
         partition: int | None = None,
     ) -> Transfer:
-        """`head`: what intake made of it. `starts`: unclean starts so far. `due`: wall clock, for `deferred`.
+        """`head`: what intake made of it; None: a publisher's record that nobody has judged, not for `deferred`.
+
+        `starts`: unclean starts so far. `due`: wall clock, for `deferred`.
 
         `partition`: another number than the record's, where its former copies may lie (spread).
         """
         headers = [(name, value) for name, value in record.headers if name not in OURS]
-        headers.append((H_ORIGIN, head.origin.encode()))
+        origin = str(record.place) if head is None else head.origin
+        headers.append((H_ORIGIN, origin.encode()))
         headers.append((H_PUBLISHED, str(record.timestamp_ms).encode()))
         if starts:
             headers.append((H_STARTS, str(starts).encode()))
-        if due is not None:
+        if due is not None and head is not None:
             headers.append((H_DUE, str(round(due * 1000)).encode()))
             headers.append((H_JOB, f"{head.tenant}|{head.job_id}|{head.run}".encode()))
         number = record.place.partition if partition is None else partition

@@ -2,10 +2,12 @@
 
     full for a moment, and somebody may lie behind ──▶ the newest of those who hold most ──▶ published, acknowledged
     ──▶ complete where they lay ──▶ the partition is read on
+    while that goes on ──▶ the next records of whoever holds most go as they come, unread
 
 Without it one tenant's burst keeps the jobs of all others on its partition unread until the burst has run. Only jobs of
 jobs topics go, and only once: what lies on `overflow` stays there, and its partitions pause by themselves (R3, R12).
-Jobs in order never go, nor what was started before. What cannot be moved goes back to where it waited.
+Jobs in order never go, nor what was started before. What cannot be moved goes back to where it waited. What goes unread
+is judged on `overflow` only: whose it is, its key says, and whoever uses another's key has his job wait there.
 """
 
 from __future__ import annotations
@@ -14,16 +16,17 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from schemas.cancellation import is_asked_for
+from schemas.keys import tenant_of
 from schemas.names import overflow_topic, parse_jobs_topic
 from schemas.tenants import Tenant
 from service.deferred.relay import Publisher, Unwanted
 from service.deferred.transfer import Transfer
-from service.job import Job, Place, Ticket
+from service.job import Job, Place, Record, Ticket
 from service.ledger import Key
 from service.overflow.neighbours import Neighbours
 from service.overflow.shares import surplus
@@ -44,6 +47,8 @@ CROWD = 16
 # Jobs of one partition on their way at a time, and published together: so many, and of so many bytes.
 AT_ONCE = 256
 GROUP, GROUP_BYTES = 64, 256 * 1024
+# Records that go unread wait so long for others, seconds.
+LINGER_S = 0.005
 # After a failed move, seconds.
 PAUSE_S = 5.0
 
@@ -82,14 +87,29 @@ class Doors(Protocol):
     def is_held(self) -> bool:
         """Whether nothing is started at the moment: then a partition is full for another reason, and stays so."""
 
+    def may_go_unread(self, tenant: str) -> bool:
+        """Whether records with this tenant's key may be moved before anybody has judged them."""
+
+    def take_in(self, record: Record, ticket: Ticket) -> None:
+        """One that went unread and could not be moved is judged here."""
+
     def moved(self, ticket: Ticket) -> None:
         """It is on `overflow` now."""
+
+
+class Going(NamedTuple):
+    """What is being moved: a job that waited here, or a record that nobody has judged."""
+
+    record: Record
+    ticket: Ticket
+    job: Job | None = None
 
 
 @dataclass(slots=True)
 class _Partition:
     jobs: dict[int, Job] = field(default_factory=dict)  # that wait or run here, by offset
     held: Counter[str] = field(default_factory=Counter)  # how many of each tenant
+    unread: list[Going] = field(default_factory=list)  # that go together in a moment
     full_since: float | None = None  # monotonic
     active_until: float = 0.0
     paused_until: float = 0.0
@@ -116,6 +136,7 @@ class Spill:
         self._relay = relay
         self._tenants = tenants
         self._doors = doors
+        self._least = max(1, int(window.high * LEAST_SHARE))
         self._neighbours = Neighbours(settings.partitions)
         self._version = -1  # of the registry, that the neighbours are of
         self._partitions: dict[Key, _Partition] = {}
@@ -132,9 +153,44 @@ class Spill:
         tasks = [*self._tasks, *([self._ticking] if self._ticking is not None else [])]
         for task in tasks:
             task.cancel()
+        self._partitions.clear()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # what waits
+    # what comes
+
+    def takes(self, record: Record, ticket: Ticket) -> bool:
+        """Takes a record just read that would only be judged and queued here to be moved the next moment.
+
+        That would cost three times as much of the loop's time, on which the neighbours wait.
+        """
+        key = record.place[:2]
+        partition = self._partitions.get(key)
+        if partition is None or not partition.held or partition.moving >= AT_ONCE or self._doors.is_held():
+            return False
+        now = time.monotonic()
+        if now >= partition.active_until or now < partition.paused_until:
+            return False
+        name, held = tenant_of(record.key), partition.held
+        tenant = self._tenants.get(name)
+        if tenant is None or tenant.order != "none" or held[name] < max(self._least, *held.values()):
+            return False
+        if self._window.excess(key, early=True) <= partition.moving or self._window.starts(ticket):
+            return False
+        if not self._gives_way(held, name, key) or not self._doors.may_go_unread(name):
+            return False
+        partition.active_until = now + ACTIVE_S
+        partition.moving += 1
+        partition.unread.append(Going(record, ticket))
+        if len(partition.unread) == 1:
+            asyncio.get_running_loop().call_later(LINGER_S, self._send_unread, key, partition)
+        elif len(partition.unread) >= GROUP:
+            self._send_unread(key, partition)
+        return True
+
+    def _send_unread(self, key: Key, partition: _Partition) -> None:
+        if self._partitions.get(key) is partition:
+            going, partition.unread = partition.unread, []
+            self._send(going, partition, key)
 
     def note(self, job: Job) -> None:
         """A job entered the queue."""
@@ -191,9 +247,8 @@ class Spill:
 
     def _relieve(self, key: Key, partition: _Partition, excess: int, now: float) -> None:
         held = partition.held
-        least = max(1, int(self._window.high * LEAST_SHARE))
-        goes = surplus(held, min(excess, AT_ONCE - partition.moving), least)
-        goes = {t: n for t, n in goes.items() if len(held) > 1 or self._neighbours.beside(t, key[1])}
+        goes = surplus(held, min(excess, AT_ONCE - partition.moving), self._least)
+        goes = {tenant: count for tenant, count in goes.items() if self._gives_way(held, tenant, key)}
         left = sum(goes.values())
         places: set[Place] = set()
         for offset in sorted(partition.jobs, reverse=True):
@@ -210,56 +265,71 @@ class Spill:
         for job in taken:
             partition.pop(job.place.offset)  # noted again if it comes back
         partition.moving += len(taken)
-        for group in _groups(taken):
-            self._spawn(self._move(group, partition), key)
+        self._send([Going(job.record, job.ticket, job) for job in taken], partition, key)
+
+    def _gives_way(self, held: Mapping[str, int], tenant: str, key: Key) -> bool:
+        """Whether somebody else may lie behind this tenant's jobs."""
+        return len(held) > 1 or self._neighbours.beside(tenant, key[1])
 
     # moving
 
-    async def _move(self, jobs: list[Job], partition: _Partition) -> None:
-        left = list(jobs)
+    def _send(self, going: Sequence[Going], partition: _Partition, key: Key) -> None:
+        for group in _groups(going):
+            self._spawn(self._move(group, partition), key)
+
+    async def _move(self, group: list[Going], partition: _Partition) -> None:
+        left = list(group)
         try:
             try:
-                await self._publish(jobs)
+                await self._publish(group)
             except Unwanted as problem:
-                if len(jobs) > 1:  # one of them is to blame
+                if len(group) > 1:  # one of them is to blame
                     while left:
                         await self._move([left.pop(0)], partition)
                     return
-                log.error("cannot be moved to overflow, waits where it is place=%s cause=%s", jobs[0].place, problem)
-                self._back(jobs[0])
-                self.forget(jobs[0].place)  # not asked again
+                place = group[0].record.place
+                log.error("cannot be moved to overflow, waits where it is place=%s cause=%s", place, problem)
+                self._back(group[0])
+                if group[0].job is not None:
+                    self.forget(place)  # not asked again
             except asyncio.CancelledError as problem:
                 if is_asked_for():
                     raise
-                self._failed(jobs, partition, problem)
+                self._failed(group, partition, problem)
             except Exception as problem:
-                self._failed(jobs, partition, problem)
+                self._failed(group, partition, problem)
             else:
-                for job in jobs:
-                    if self._window.complete(job.ticket):
-                        self._doors.moved(job.ticket)
+                for one in group:
+                    if self._window.complete(one.ticket):
+                        self._doors.moved(one.ticket)
         finally:
             partition.moving -= len(left)
 
-    async def _publish(self, jobs: Sequence[Job]) -> None:
-        transfers = [Transfer.of(job.record, job.head, self._topic, starts=0) for job in jobs]
+    async def _publish(self, group: Sequence[Going]) -> None:
+        transfers = [
+            Transfer.of(one.record, one.job.head if one.job is not None else None, self._topic, starts=0)
+            for one in group
+        ]
         if len(transfers) == 1:
             await self._relay.publish(transfers[0])
         else:
             await self._relay.publish_together(transfers)
 
-    def _failed(self, jobs: Sequence[Job], partition: _Partition, problem: BaseException) -> None:
+    def _failed(self, group: Sequence[Going], partition: _Partition, problem: BaseException) -> None:
         """They may have been written all the same: a copy on `overflow` is then known by its origin (R7)."""
-        log.warning(
-            "not moved to overflow, wait where they are jobs=%d first=%s: %r", len(jobs), jobs[0].place, problem
-        )
+        first = group[0].record.place
+        log.warning("not moved to overflow, wait where they are jobs=%d first=%s: %r", len(group), first, problem)
         partition.paused_until = time.monotonic() + PAUSE_S
-        for job in jobs:
-            self._back(job)
+        for one in group:
+            self._back(one)
 
-    def _back(self, job: Job) -> None:
-        if self._window.owns(job.ticket):
-            self._doors.put_back(job)
+    def _back(self, one: Going) -> None:
+        if not self._window.owns(one.ticket):
+            return
+        if one.job is not None:
+            self._doors.put_back(one.job)
+        else:
+            self._doors.take_in(one.record, one.ticket)
 
     def _spawn(self, work: Coroutine[Any, Any, None], key: Key) -> None:
         task = asyncio.create_task(work)
@@ -280,16 +350,16 @@ class Spill:
                 await asyncio.sleep(PAUSE_S)
 
 
-def _groups(jobs: Iterable[Job]) -> Iterator[list[Job]]:
+def _groups(going: Iterable[Going]) -> Iterator[list[Going]]:
     """Those that are published together."""
-    group: list[Job] = []
+    group: list[Going] = []
     size = 0
-    for job in jobs:
-        more = len(job.record.value or b"")
+    for one in going:
+        more = len(one.record.value or b"")
         if group and (len(group) == GROUP or size + more > GROUP_BYTES):
             yield group
             group, size = [], 0
-        group.append(job)
+        group.append(one)
         size += more
     if group:
         yield group

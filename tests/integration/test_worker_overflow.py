@@ -40,14 +40,14 @@ class Flood:
         self.terminals: Counter[str] = Counter()
         self.started: Counter[str] = Counter()
 
-    async def publish(self, tenant: str, count: int, what: str) -> list[str]:
+    async def publish(self, tenant: str, count: int, what: str, max_tokens: int = 16) -> list[str]:
         """Small jobs, all on one partition, as fast as the broker takes them."""
         ids = [new_id(what) for _ in range(count)]
         topic = jobs_topic(self.pool.name, "standard")
         async with AIOKafkaProducer(bootstrap_servers=self.pool.bootstrap, acks="all", linger_ms=5) as producer:
             sent = []
             for id in ids:
-                value = job(id, tenant=tenant, max_tokens=16)
+                value = job(id, tenant=tenant, max_tokens=max_tokens)
                 value["reply"] = {"topic": REPLIES, "stream": False}
                 sent.append(await producer.send(topic, orjson.dumps(value), key=tenant.encode()))
             places = await asyncio.gather(*sent)
@@ -144,7 +144,8 @@ async def test_a_worker_killed_while_it_moves_jobs_to_overflow_loses_and_doubles
 
 async def test_overflow_holds_no_more_in_memory_than_its_window(flood: Flood) -> None:
     worker = await flood.pool.start("main", **ENGINE)
-    many = await flood.publish(FLOOD, 2_000, "many")
+    many = await flood.publish(FLOOD, 1_990, "many")
+    many += await flood.publish(FLOOD, 10, "wrong", max_tokens=-1)  # moved unread, and answered all the same
     most: dict[str, Any] = {"jobs": 0.0, "overflow": 0.0}
 
     def watch() -> bool:

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from aiokafka.errors import KafkaConnectionError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,6 +89,8 @@ class Yard:
         self.fails: BaseException | None = None
         self.unwanted: bytes | None = b"?"  # the value of a record that the topic does not take
         self.held = False
+        self.believes = True
+        self.judged: list[Place] = []  # records that were to go unread and stayed
         self.hold = asyncio.Event()
         self.hold.set()
         registry = Tenants({t.id: t for t in tenants or (Tenant(id="acme"), Tenant(id="initech"))})
@@ -108,6 +111,19 @@ class Yard:
         while self.spill._tasks and self.hold.is_set():
             await asyncio.sleep(0)
         return busy
+
+    def come(self, offset: int, key: bytes | None = b"acme") -> bool:
+        """A record that was just read. Whether it goes unread."""
+        place = Place(*KEY, offset)
+        ticket = self.book.register(place)
+        assert ticket is not None
+        return self.spill.takes(Record(place, key, b"{}", (("own", b"x"), (H_ORIGIN, b"forged")), 1_234), ticket)
+
+    async def gone_unread(self) -> None:
+        while self.spill._partitions[KEY].unread:
+            await asyncio.sleep(room.LINGER_S)
+        while self.spill._tasks:
+            await asyncio.sleep(0)
 
     # the relay
 
@@ -140,6 +156,12 @@ class Yard:
 
     def is_held(self) -> bool:
         return self.held
+
+    def may_go_unread(self, tenant: str) -> bool:
+        return self.believes
+
+    def take_in(self, record: Record, ticket: Ticket) -> None:
+        self.judged.append(record.place)
 
     def moved(self, ticket: Ticket) -> None:
         self.gone.append(ticket)
@@ -324,13 +346,94 @@ async def test_jobs_go_together_and_one_that_overflow_does_not_take_holds_up_non
     assert yard.writes == [yard.writes[0]] and yard.writes[0] > 1
 
 
+async def relieved(*tenants: Tenant) -> Yard:
+    """Somebody's jobs are being moved; the window is as full as it stays."""
+    yard = Yard(*tenants)
+    yard.read(HIGH)
+    await yard.turn()
+    await yard.turn(room.PATIENCE_S)
+    yard.log.clear()
+    yard.gone.clear()
+    yard.writes.clear()
+    assert yard.book.excess(KEY, early=True) == 0
+    return yard
+
+
+async def test_while_it_goes_on_records_of_who_fills_the_partition_go_as_they_come_unread() -> None:
+    yard = await relieved()
+    assert [yard.come(offset) for offset in range(HIGH, HIGH + 100)] == [True] * 100
+    assert yard.spill._partitions[KEY].moving == 100
+    await yard.gone_unread()
+    assert yard.writes == [room.GROUP, 100 - room.GROUP]
+    first = yard.log[0]
+    assert (first.topic, first.partition, first.key, first.value) == (overflow_topic(POOL), 0, b"acme", b"{}")
+    assert first.headers == (("own", b"x"), (H_ORIGIN, str(Place(*KEY, HIGH)).encode()), (H_PUBLISHED, b"1234"))
+    assert [t.place.offset for t in yard.gone] == list(range(HIGH, HIGH + 100)) and not yard.judged
+    assert yard.book.excess(KEY, early=True) == 0 and yard.spill._partitions[KEY].moving == 0
+
+
+async def test_what_goes_unread_is_of_no_other_than_who_fills_the_partition() -> None:
+    ordered = Tenant(id="globex", order="tenant")
+    yard = await relieved(Tenant(id="acme"), Tenant(id="initech"), ordered)
+    for offset, key in enumerate((b"initech", b"nobody", None, b"globex", b"\xff|1"), HIGH):
+        assert not yard.come(offset, key)
+    assert yard.come(HIGH + 5, b"acme|3")
+    await yard.gone_unread()
+
+
+async def test_records_are_judged_first_where_they_must_be() -> None:
+    yard = await relieved()
+    yard.believes = False  # a copy needs the service's mark, or its tenant's spread has changed
+    assert not yard.come(HIGH)
+    yard.believes, yard.held = True, True
+    assert not yard.come(HIGH + 1)
+    yard.held = False
+    yard.spill._partitions[KEY].paused_until = time.monotonic() + 60
+    assert not yard.come(HIGH + 2)
+    yard.spill._partitions[KEY].paused_until = 0.0
+    yard.spill._partitions[KEY].active_until = time.monotonic()
+    assert not yard.come(HIGH + 3)
+
+    yard = await relieved()
+    for one in list(yard.queue.values())[:2]:  # room for two more
+        yard.book.complete(one.ticket)
+    assert [yard.come(HIGH + n) for n in range(3)] == [False, False, True]
+    await yard.gone_unread()
+
+
+async def test_a_record_that_was_started_before_is_never_published_again() -> None:
+    yard = await relieved()
+    yard.book.starts = lambda ticket: 1  # type: ignore[method-assign]
+    assert not yard.come(HIGH)
+
+
+@pytest.mark.parametrize("problem", [KafkaConnectionError(), Unwanted("no")])
+async def test_records_that_were_to_go_unread_and_cannot_are_judged_where_they_are(problem: Exception) -> None:
+    yard = await relieved()
+    yard.fails = problem
+    assert yard.come(HIGH) and yard.come(HIGH + 1)
+    await yard.gone_unread()
+    assert [place.offset for place in yard.judged] == [HIGH, HIGH + 1] and not yard.gone
+    assert yard.spill._partitions[KEY].moving == 0
+
+
+async def test_records_about_to_go_unread_are_left_to_a_partitions_next_owner() -> None:
+    yard = await relieved()
+    yard.fails = KafkaConnectionError()
+    assert yard.come(HIGH)
+    yard.book.drop([KEY])
+    yard.spill.abandon({KEY})
+    await asyncio.sleep(2 * room.LINGER_S)
+    assert not yard.spill._tasks and not yard.judged
+
+
 @given(st.lists(st.integers(0, 300_000), max_size=80))
 def test_what_goes_together_is_bounded_and_nothing_is_left_out(sizes: list[int]) -> None:
     jobs = [job(n) for n in range(len(sizes))]
     for one, size in zip(jobs, sizes, strict=True):
         one.record = Record(one.place, b"acme", bytes(size), (), 1)
-    groups = list(room._groups(jobs))
-    assert [one for group in groups for one in group] == jobs
+    groups = list(room._groups([room.Going(one.record, one.ticket, one) for one in jobs]))
+    assert [one.job for group in groups for one in group] == jobs
     for group in groups:
         assert 1 <= len(group) <= room.GROUP
         assert len(group) == 1 or sum(len(one.record.value or b"") for one in group) <= room.GROUP_BYTES
