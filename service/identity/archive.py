@@ -57,11 +57,8 @@ class Archive:
             reading.give_up()
 
     async def read(self, place: Place) -> bytes | None:
-        """The value of the record at this place; None if there is none any more, or it cannot be read in time."""
-        try:
-            record = await self.record(place)
-        except Unread:
-            return None
+        """The value of the record at this place; None if there is none any more. Raises Unread."""
+        record = await self.record(place)
         return record.value if record is not None else None
 
     async def record(self, place: Place) -> ConsumerRecord | None:

@@ -3,7 +3,8 @@
     admit ──▶ nothing known          ──▶ go_on: it runs, or is refused
           ├─▶ a copy is here         ──▶ follows it, or is refused after its end
           └─▶ ended within the window ─▶ status record ──▶ its terminal event ──▶ answer
-                                                       └─▶ gone by now ──▶ go_on: it runs again
+                                                       ├─▶ gone by now ──▶ go_on: it runs again
+                                                       └─▶ not readable now ──▶ it waits
 
 Followers wait without a place at the engine; their deadlines and notices are kept here.
 """
@@ -21,7 +22,7 @@ from schemas.errors import Cancelled, ErrorCode, Expired, Refusal
 from schemas.events import TERMINAL
 from schemas.names import status_topic
 from service.frames import Answer, Ended
-from service.identity.archive import Archive
+from service.identity.archive import Archive, Unread
 from service.identity.history import History
 from service.identity.identities import Arrival, Identities, Key, Standing
 from service.identity.retelling import Known, judge, read_status, retell
@@ -36,8 +37,9 @@ TICK_S = 0.5
 GRACE_S = 1.0
 # `waiting` events: the first after, then every (seconds; contract.md).
 WAITING_FIRST_S, WAITING_EVERY_S = 5.0, 30.0
-# A copy is answered, or runs again, within this, seconds.
-LOOK_BACK_S = 15.0
+# While the broker does not say how the first copy ended, the next waits, and runs again only after this, seconds.
+LOOK_BACK_S = 180.0
+LOOK_AGAIN_S = 1.0
 # Terminal events read at a time for copies; each has at most 1 MiB.
 READING = 16
 ROOM_POLL_S = 0.1
@@ -219,18 +221,23 @@ class Copies:
                 self._spawn(self._look_back(arrival, spot))
 
     async def _look_back(self, arrival: Arrival, spot: Spot) -> None:
-        """Answers a copy of an ended job."""
+        """Answers a copy of an ended job. A broker that is away is no reason to run it again."""
         found: Known | tuple[str, Answer] | None = None
-        async with self._reading:
-            while not self._doors.has_room():  # noqa: ASYNC110 (R10)
-                await asyncio.sleep(ROOM_POLL_S)
+        until = time.monotonic() + LOOK_BACK_S
+        while self._owns(arrival.ticket):
             try:
-                async with asyncio.timeout(LOOK_BACK_S):
+                async with self._reading:
+                    while not self._doors.has_room():  # noqa: ASYNC110 (R10)
+                        await asyncio.sleep(ROOM_POLL_S)
                     found = await self._found(arrival, spot)
-            except TimeoutError:
-                log.warning("the end of the first copy cannot be read in time job=%s", arrival.head.job_id)
+            except Unread:
+                if time.monotonic() < until:
+                    await asyncio.sleep(LOOK_AGAIN_S)
+                    continue
+                log.warning("the end of the first copy cannot be read, it runs again job=%s", arrival.head.job_id)
             except Exception:
                 log.exception("looking back failed job=%s tenant=%s", arrival.head.job_id, arrival.head.tenant)
+            break
         if not self._owns(arrival.ticket):
             return
         if found is None:

@@ -14,7 +14,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.records_to_delete import RecordsToDelete
 
 from service.identity import archive as room
-from service.identity.archive import Archive
+from service.identity.archive import Archive, Unread
 from service.job import Place
 from service.settings import KafkaSettings
 from tests.integration.conftest import TestStack
@@ -85,7 +85,8 @@ async def test_a_topic_that_is_no_more_holds_up_nothing_else(
     missing = asyncio.create_task(archive.read(Place(f"{topic}-none", 0, 0)))
     assert (await archive.read(Place(topic, 1, 7))) is not None
     assert time.monotonic() - began < 1.5
-    assert await missing is None
+    with pytest.raises(Unread):
+        await missing
     assert time.monotonic() - began < 4
 
 

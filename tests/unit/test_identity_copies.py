@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from schemas.errors import Cancelled, ErrorCode, Expired, Refusal
 from service.delivery import records
 from service.frames import Answer, Ended
+from service.identity import copies as room
+from service.identity.archive import Unread
 from service.identity.copies import GRACE_S, WAITING_FIRST_S, Copies
 from service.identity.identities import Arrival
 from service.identity.window import Spot
@@ -50,10 +52,15 @@ class Archive:
     def __init__(self) -> None:
         self.held: dict[Place, bytes] = {}
         self.gate: asyncio.Event | None = None
+        self.away = False  # the broker
+        self.asked = 0
 
     async def read(self, place: Place) -> bytes | None:
+        self.asked += 1
         if self.gate is not None:
             await self.gate.wait()
+        if self.away:
+            raise Unread
         await asyncio.sleep(0)
         return self.held.get(place)
 
@@ -239,6 +246,36 @@ async def test_a_job_whose_terminal_is_gone_runs_again_once(desk: Desk) -> None:
     desk.end(again)
     await desk.settle()
     assert len(desk.doors.answered) == 1
+
+
+async def test_a_copy_waits_for_a_broker_that_is_away_instead_of_running_again(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "LOOK_AGAIN_S", 0.0)
+    first, second = arrival(1), arrival(2)
+    desk.copies.admit(first)
+    desk.end(first)
+    desk.archive.away = True
+    desk.copies.admit(second)
+    while desk.archive.asked < 5:
+        await asyncio.sleep(0)
+    assert not desk.doors.running and not desk.doors.answered
+    desk.archive.away = False
+    await desk.settle()
+    assert [a for a, _, _ in desk.doors.answered] == [second] and not desk.doors.running
+
+
+async def test_a_copy_does_not_wait_for_ever_for_what_cannot_be_read(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "LOOK_BACK_S", 0.0)
+    first, second = arrival(1), arrival(2)
+    desk.copies.admit(first)
+    desk.end(first)
+    desk.archive.away = True
+    desk.copies.admit(second)
+    await desk.settle()
+    assert list(desk.doors.running.values()) == [second] and desk.counts["run_again"] == 1
 
 
 async def test_copies_of_a_job_that_nobody_was_told_of_run(desk: Desk) -> None:
