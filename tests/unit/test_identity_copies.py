@@ -521,6 +521,7 @@ async def _play(plan: list[Any]) -> None:
     ended: Counter[Place] = Counter()
     away: list[Arrival] = []  # being published elsewhere
     landed: list[Arrival] = []  # their copies there
+    moved: set[Place] = set()  # for certain
 
     def resolve(leader: Arrival, partition: int, early: bool) -> None:
         """Acknowledged, and its copy read: in this order or, `early`, in the other."""
@@ -533,6 +534,7 @@ async def _play(plan: list[Any]) -> None:
         if early:
             desk.copies.admit(copy)
         if leader.ticket not in desk.lost:
+            moved.add(leader.place)
             gone.add(leader.place)
             desk.lost.add(leader.ticket)
             desk.copies.gone(leader.ticket)
@@ -604,9 +606,10 @@ async def _play(plan: list[Any]) -> None:
         ways.update(a.place for a in doors.dropped)
         for place in seen:
             assert ways[place] == 1 or (place in gone and ways[place] <= 1), (place, ways[place])
+        dropped = {a.place for a in doors.dropped}
         for copy in landed:
-            same = [a.place for a in seen.values() if a.head.origin == copy.head.origin and a.place not in gone]
-            assert copy.place in gone or any(p not in {a.place for a in doors.dropped} for p in same), "a lost job"
+            same = {a.place for a in seen.values() if a.head.origin == copy.head.origin} - moved
+            assert same - dropped, "a lost job"
         assert not desk.copies._identities.followers()
         for one, refusal in doors.turned_away:
             if refusal.code == ErrorCode.ID_CONFLICT:
