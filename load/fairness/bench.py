@@ -34,7 +34,7 @@ class Result:
     beside: str  # the neighbour on the flood's partition
     windows: list[Window]
     shares: shares.Shares
-    cost: cost.Cost | None
+    costs: list[cost.Cost]
     max_wait_s: float
     wait_bound_s: float
     seconds: float
@@ -68,8 +68,7 @@ class Result:
         found = {check.name: check for check in self.checks}
         spent = found.get("scheduler_cost")
         windows = [*(window.line() for window in self.windows), self.shares.line()]
-        if self.cost is not None:
-            windows.append(self.cost.line())
+        windows += [one.line() for one in self.costs]
         return {
             "bench": "fairness",
             "engine": self.engine,
@@ -82,6 +81,7 @@ class Result:
             "jain": round(found["jain"].value, 4),
             "scheduler_cost": round(spent.value, 4) if spent else None,
             "scheduler_cost_ci95": _ends(spent.interval) if spent else None,
+            "scheduler_costs": {one.regime: round(measures.cost(one.rounds).point, 4) for one in self.costs},
             "max_wait_s": round(self.max_wait_s, 2),
             "wait_bound_s": self.wait_bound_s,
             "verdict": self.verdict,
@@ -102,7 +102,6 @@ async def run(spawn: Spawn, engine: str, say: Say, show: Progress, sizes: Sizes 
     sharing = apart(len(sizes.shares), PARTITIONS)
     weights = dict.fromkeys((HEAVY, *near, *cost.names()), 1.0)
     weights |= {name: weight for name, (weight, _) in zip(sharing, sizes.shares, strict=True)} | {RARE: RARE_WEIGHT}
-    spent = None
     stage = Stage(
         spawn, show, real=engine == "vllm", slots=sizes.slots, wait_bound_s=sizes.wait_bound_s, weights=weights
     )
@@ -112,9 +111,10 @@ async def run(spawn: Spawn, engine: str, say: Say, show: Progress, sizes: Sizes 
         windows = await flood.run()
         say("shares: everybody has a backlog …")
         shared = await shares.measure(stage, client, sizes, sharing, say)
-        if sizes.pairs:
-            say("cost: fair beside FIFO, small jobs …")
-            spent = await cost.measure(stage, sizes, say)
+        costs = []
+        for regime in sizes.costs:
+            say(f"cost: fair beside FIFO, {regime.name} …")
+            costs.append(await cost.measure(stage, regime, say))
     base, loud, quiet = flood.delays("baseline"), flood.delays("flood"), flood.delays("idle")
     ratios = {name: measures.ratio(base[name], loud[name]) for name in near}
     worst = max(ratios.values(), key=lambda one: one.point)
@@ -122,8 +122,8 @@ async def run(spawn: Spawn, engine: str, say: Say, show: Progress, sizes: Sizes 
         Check("ttft_p95_ratio_worst", worst.point, measures.RATIO_MOST, worst),
         Check("jain", shared.jain, measures.JAIN_LEAST, at_least=True),
     ]
-    if spent is not None:
-        lost = measures.cost(spent.rounds)
+    if costs:
+        lost = measures.cost(costs[0].rounds)
         checks.append(Check("scheduler_cost", lost.point, measures.COST_MOST, lost))
     waited = max(shared.max_wait_s, *(window.max_wait_s for window in windows))
     checks.append(Check("max_wait_s", waited, sizes.wait_bound_s + measures.WAIT_SLACK_S))
@@ -135,7 +135,7 @@ async def run(spawn: Spawn, engine: str, say: Say, show: Progress, sizes: Sizes 
         beside=near[0],
         windows=windows,
         shares=shared,
-        cost=spent,
+        costs=costs,
         max_wait_s=waited,
         wait_bound_s=sizes.wait_bound_s,
         seconds=time.monotonic() - began,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from load.fairness import measures
 from load.fairness.bench import NOTE, Result
 from load.fairness.measures import Check
 from load.overhead import Interval
@@ -33,10 +34,11 @@ def show(console: Console, result: Result) -> None:
     console.print(bounds)
     for problem in result.invalid:
         console.print(f"[red]not comparable:[/] {problem}")
-    if result.cost is not None:
-        spent = result.cost
+    for spent in result.costs:
+        lost = measures.cost(spent.rounds)
         console.print(
-            f"a small job: worker's CPU {spent.cpu_us('A'):.0f} µs FIFO, {spent.cpu_us('B'):.0f} µs fair; of it the "
+            f"cost, {spent.regime}: {lost.point:.1%} of throughput ({lost.low:.1%} to {lost.high:.1%}); a job takes "
+            f"{spent.cpu_us('A'):.0f} µs of the worker's CPU under FIFO, {spent.cpu_us('B'):.0f} µs fair, of it the "
             f"scheduler's decisions {spent.scheduler_us('A'):.1f} and {spent.scheduler_us('B'):.1f} µs",
             soft_wrap=True,
         )

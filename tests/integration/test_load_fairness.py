@@ -14,7 +14,7 @@ from rich.console import Console
 
 from infra.progress import Quiet
 from load.fairness import bench, table
-from load.fairness.plan import SIMULATED, Shape
+from load.fairness.plan import SIMULATED, Regime, Shape
 from service.cli.process import WorkerProcess
 
 pytestmark = pytest.mark.timeout(150)
@@ -35,7 +35,7 @@ SIZES = dataclasses.replace(
     shares_jobs=1500,
     rare=SMALL,
     wait_bound_s=1.0,
-    pairs=0,
+    costs=(Regime("fitted", fitted=True, shape=SMALL, jobs=60, pairs=2),),
 )
 
 
@@ -45,15 +45,18 @@ async def test_the_bench_runs_all_its_windows_and_its_figures_add_up() -> None:
     line = orjson.loads(orjson.dumps(result.line()))
     assert {"ttft_p95_ratio_worst", "jain", "scheduler_cost", "ttft_p95_ratio_idle"} <= line.keys()
     assert {"max_wait_s", "wait_bound_s", "verdict", "windows"} <= line.keys()
-    assert [window["kind"] for window in line["windows"]] == ["flood", "idle", "baseline", "shares"]
-    flood, idle, baseline, shares = line["windows"]
+    kinds = ["flood", "idle", "baseline", "shares", "cost_fitted"]
+    assert [window["kind"] for window in line["windows"]] == kinds
+    flood, idle, baseline, shares, cost = line["windows"]
     assert flood["tenants"].keys() == idle["tenants"].keys() == baseline["tenants"].keys()
     for name in flood["tenants"]:  # the same arrivals in each of them
         assert flood["tenants"][name]["jobs"] == idle["tenants"][name]["jobs"] == baseline["tenants"][name]["jobs"] > 0
         assert idle["tenants"][name]["unanswered"] == baseline["tenants"][name]["unanswered"] == 0
     assert flood["heavy_offered_per_s"] == 400 and baseline["heavy_ended_per_s"] > 0 == idle["heavy_ended_per_s"]
     assert line["ttft_p95_ratio_worst"] == max(line["ttft_p95_ratios"].values()) > 0
-    assert line["scheduler_cost"] is None and 0 < line["jain"] <= 1
+    assert [one["policy"] for one in cost["rounds"]] == ["fifo", "fair", "fair", "fifo"]
+    assert all(8 <= one["tokens_per_s"] / one["jobs_per_s"] <= 16 for one in cost["rounds"])
+    assert line["scheduler_cost"] < 1 and line["scheduler_costs"].keys() == {"fitted"} and 0 < line["jain"] <= 1
     # On a slow machine everybody's wait reaches the bound, and ageing evens out the weights.
     served = {one["weight"]: one["cost_tokens"] for one in shares["tenants"].values()}
     assert served.keys() == {1, 4} and min(served.values()) > 0
