@@ -92,11 +92,7 @@ class Reception:
             return
         record = self.deferral.original(record)
         if not self.deferral.keeps(record, ticket) and not self.spill.takes(record, ticket):
-            self.take_in(record, ticket)
-
-    def take_in(self, record: Record, ticket: Ticket) -> None:
-        """A record that stays here is judged."""
-        self._settle(self._intake.read(record, ticket))
+            self._settle(self._intake.read(record, ticket))
 
     def poison(self, record: Record, ticket: Ticket, message: str) -> None:
         """A record on which our own code raised: kept whole, so that nothing is lost."""
@@ -213,7 +209,10 @@ class Reception:
         return self._link.unacknowledged <= self._most_unacknowledged
 
     def withdraw(self, place: Place) -> bool:
-        return bool(self._scheduler.take({place}))
+        taken = bool(self._scheduler.take({place}))
+        if taken:
+            self.spill.forget(place)
+        return taken
 
     # -- the doors of `spill`
 
@@ -230,6 +229,15 @@ class Reception:
 
     def is_held(self) -> bool:
         return bool(self._scheduler.holds)
+
+    def take_in(self, record: Record, ticket: Ticket) -> None:
+        if self._closed:
+            return
+        try:
+            self._settle(self._intake.read(record, ticket))
+        except Exception as problem:
+            log.exception("intake failed place=%s", record.place)
+            self.poison(record, ticket, f"the service could not take this record in ({type(problem).__name__})")
 
     def may_go_unread(self, tenant: str) -> bool:
         return not self._intake.credentials.marks and not self.homes.concerns(tenant)

@@ -144,7 +144,7 @@ async def _round(stage: Stage, place: Place, side: Side, run: str, regime: Regim
         ends: list[tuple[int, int]] = []  # (ms, tokens)
         while len(ends) < count:
             for records in (await consumer.getmany(timeout_ms=1000)).values():
-                ends += [(one.timestamp, orjson.loads(one.value)["usage"]["completion_tokens"]) for one in records]
+                ends += [(one.timestamp, _tokens(one.value)) for one in records]
     finally:
         await publishing.stop()
         await consumer.stop()
@@ -152,6 +152,13 @@ async def _round(stage: Stage, place: Place, side: Side, run: str, regime: Regim
     name = "scheduler_seconds_total"
     deciding = after.get(name, 0.0) - gauges.get(name, 0.0)
     return Spent(Round(side, tokens, seconds), jobs / seconds, cpu / count * 1e6, deciding / count * 1e6)
+
+
+def _tokens(status: bytes) -> int:
+    found = orjson.loads(status)
+    if found["kind"] != "completed":
+        raise ArenaFailed(f"a job ended as {found['kind']} ({found.get('code')})")
+    return int(found["usage"]["completion_tokens"])
 
 
 def _between(ends: Sequence[tuple[int, int]]) -> tuple[int, int, float]:

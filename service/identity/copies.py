@@ -40,6 +40,8 @@ WAITING_FIRST_S, WAITING_EVERY_S = 5.0, 30.0
 # While the broker does not say how the first copy ended, the next waits, and runs again only after this, seconds.
 LOOK_BACK_S = 180.0
 LOOK_AGAIN_S = 1.0
+# So often in a row: its status record can be read and its terminal cannot. Then the reply topic is gone.
+TERMINAL_TRIES = 2
 # Terminal events read at a time for copies; each has at most 1 MiB.
 READING = 16
 ROOM_POLL_S = 0.1
@@ -74,6 +76,10 @@ class Doors(Protocol):
 
     def withdraw(self, place: Place) -> bool:
         """Takes a job out of the queue that turned out to have ended; False: it has begun, or is not there."""
+
+
+class _NoTerminal(Unread):
+    """The status record was read just now, its terminal event could not be."""
 
 
 class Copies:
@@ -175,8 +181,10 @@ class Copies:
     def gone(self, ticket: Ticket) -> None:
         """This record went elsewhere without an end: it was published on another topic of the service."""
         group = self._identities.ended(ticket)
-        for follower in group.followers if group is not None else ():
-            self.admit(follower)
+        if group is not None:
+            own = group.leader.head.origin
+            for follower in sorted(group.followers, key=lambda one: one.head.origin != own):  # its own copy leads now
+                self.admit(follower)
 
     def stays(self, ticket: Ticket) -> None:
         """It was not published, or nobody knows whether it was."""
@@ -223,15 +231,19 @@ class Copies:
     async def _look_back(self, arrival: Arrival, spot: Spot) -> None:
         """Answers a copy of an ended job. A broker that is away is no reason to run it again."""
         found: Known | tuple[str, Answer] | None = None
-        until = time.monotonic() + LOOK_BACK_S
+        until, tries = time.monotonic() + LOOK_BACK_S, 0
         while self._owns(arrival.ticket):
             try:
                 async with self._reading:
                     while not self._doors.has_room():  # noqa: ASYNC110 (R10)
                         await asyncio.sleep(ROOM_POLL_S)
                     found = await self._found(arrival, spot)
-            except Unread:
-                if time.monotonic() < until:
+            except Unread as problem:
+                tries = tries + 1 if isinstance(problem, _NoTerminal) else 0
+                if arrival.job is not None and _late(arrival.job, time.time()):
+                    self._doors.turn_away(arrival, Expired())
+                    return
+                if time.monotonic() < until and tries < TERMINAL_TRIES:
                     await asyncio.sleep(LOOK_AGAIN_S)
                     continue
                 log.warning("the end of the first copy cannot be read, it runs again job=%s", arrival.head.job_id)
@@ -257,7 +269,10 @@ class Copies:
         end = judge(read_status(status), head)
         if end is None or isinstance(end, Known):
             return end
-        event = await self._archive.read(end.terminal)
+        try:
+            event = await self._archive.read(end.terminal)
+        except Unread:
+            raise _NoTerminal from None
         if event is not None and len(event) > LARGE:
             answer = await asyncio.to_thread(retell, event, end, head)
         else:
@@ -299,8 +314,7 @@ class Copies:
         for follower in self._identities.forsaken(self._owns):
             self._enter(follower)
         for follower in self._identities.followers():
-            deadline = follower.job.deadline if follower.job is not None else None
-            if deadline is not None and now > deadline + GRACE_S:
+            if follower.job is not None and _late(follower.job, now):
                 self._turn_away(follower, Expired())
             elif follower.job is not None and 0 < follower.notice <= now:
                 follower.notice = now + WAITING_EVERY_S
@@ -310,3 +324,7 @@ class Copies:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _late(job: Job, now: float) -> bool:
+    return job.deadline is not None and now > job.deadline + GRACE_S

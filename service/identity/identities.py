@@ -157,7 +157,9 @@ class Identities:
         yield from groups
 
     def followers(self) -> list[Arrival]:
-        return [f for group in {id(g): g for g in self._following.values()}.values() for f in group.followers]
+        """All but the copies of a leader that is on its way to them: they are about to be that leader."""
+        groups = {id(group): group for group in self._following.values()}.values()
+        return [f for g in groups for f in g.followers if not g.leaving or f.head.origin != g.leader.head.origin]
 
     def _led(self, ticket: Ticket) -> Group | None:
         group = self._leading.get(ticket.place)

@@ -7,7 +7,8 @@
 Without it one tenant's burst keeps the jobs of all others on its partition unread until the burst has run. Only jobs of
 jobs topics go, and only once: what lies on `overflow` stays there, and its partitions pause by themselves (R3, R12).
 Jobs in order never go, nor what was started before. What cannot be moved goes back to where it waited. What goes unread
-is judged on `overflow` only: whose it is, its key says, and whoever uses another's key has his job wait there.
+is judged on `overflow` only: whose it is, its key says. Whoever publishes under another's key, against the contract,
+has his job wait there, whatever his own order mode or spread.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from schemas.cancellation import is_asked_for
 from schemas.keys import tenant_of
@@ -109,14 +110,16 @@ class Going(NamedTuple):
 class _Partition:
     jobs: dict[int, Job] = field(default_factory=dict)  # that wait or run here, by offset
     held: Counter[str] = field(default_factory=Counter)  # how many of each tenant
-    unread: list[Going] = field(default_factory=list)  # that go together in a moment
+    outbox: deque[Going] = field(default_factory=deque)
+    sending: bool = False
     full_since: float | None = None  # monotonic
     active_until: float = 0.0
     paused_until: float = 0.0
-    moving: int = 0
+    moving: int = 0  # in the outbox, or on their way
     came: int = 0  # since it was looked at
 
     def add(self, job: Job) -> None:
+        self.pop(job.place.offset)  # judged anew, or of a topic that was made again
         self.jobs[job.place.offset] = job
         self.held[job.tenant] += 1
 
@@ -172,25 +175,19 @@ class Spill:
             return False
         name, held = tenant_of(record.key), partition.held
         tenant = self._tenants.get(name)
-        if tenant is None or tenant.order != "none" or held[name] < max(self._least, *held.values()):
+        if tenant is None or not tenant.enabled or tenant.order != "none" or tenant.limits.queued_jobs is not None:
+            return False  # refused at once, kept in order, or counted: all of that is done here
+        if held[name] < max(self._least, *held.values()):
             return False
         if self._window.excess(key, early=True) <= partition.moving or self._window.starts(ticket):
             return False
         if not self._gives_way(held, name, key) or not self._doors.may_go_unread(name):
             return False
         partition.active_until = now + ACTIVE_S
-        partition.moving += 1
-        partition.unread.append(Going(record, ticket))
-        if len(partition.unread) == 1:
-            asyncio.get_running_loop().call_later(LINGER_S, self._send_unread, key, partition)
-        elif len(partition.unread) >= GROUP:
-            self._send_unread(key, partition)
+        self._send((Going(record, ticket),), partition, key, linger_s=LINGER_S)
         return True
 
-    def _send_unread(self, key: Key, partition: _Partition) -> None:
-        if self._partitions.get(key) is partition:
-            going, partition.unread = partition.unread, []
-            self._send(going, partition, key)
+    # what waits
 
     def note(self, job: Job) -> None:
         """A job entered the queue."""
@@ -249,6 +246,8 @@ class Spill:
         held = partition.held
         goes = surplus(held, min(excess, AT_ONCE - partition.moving), self._least)
         goes = {tenant: count for tenant, count in goes.items() if self._gives_way(held, tenant, key)}
+        if not goes:
+            return
         left = sum(goes.values())
         places: set[Place] = set()
         for offset in sorted(partition.jobs, reverse=True):
@@ -259,12 +258,11 @@ class Spill:
                 goes[job.tenant] -= 1
                 left -= 1
                 places.add(job.place)
-        taken = self._doors.take_out(places) if places else []
+        taken = self._doors.take_out(places)
         if taken:
             partition.active_until = now + ACTIVE_S
         for job in taken:
             partition.pop(job.place.offset)  # noted again if it comes back
-        partition.moving += len(taken)
         self._send([Going(job.record, job.ticket, job) for job in taken], partition, key)
 
     def _gives_way(self, held: Mapping[str, int], tenant: str, key: Key) -> bool:
@@ -273,37 +271,49 @@ class Spill:
 
     # moving
 
-    def _send(self, going: Sequence[Going], partition: _Partition, key: Key) -> None:
-        for group in _groups(going):
-            self._spawn(self._move(group, partition), key)
+    def _send(self, going: Sequence[Going], partition: _Partition, key: Key, *, linger_s: float = 0.0) -> None:
+        partition.outbox += going
+        partition.moving += len(going)
+        if going and not partition.sending:
+            partition.sending = True
+            task = asyncio.create_task(self._drain(partition, linger_s))
+            self._tasks[task] = key
+            task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
-    async def _move(self, group: list[Going], partition: _Partition) -> None:
-        left = list(group)
+    async def _drain(self, partition: _Partition, linger_s: float) -> None:
+        """One write at a time, as the client library has it: what comes meanwhile goes together in the next."""
         try:
-            try:
-                await self._publish(group)
-            except Unwanted as problem:
-                if len(group) > 1:  # one of them is to blame
-                    while left:
-                        await self._move([left.pop(0)], partition)
-                    return
-                place = group[0].record.place
-                log.error("cannot be moved to overflow, waits where it is place=%s cause=%s", place, problem)
-                self._back(group[0])
-                if group[0].job is not None:
-                    self.forget(place)  # not asked again
-            except asyncio.CancelledError as problem:
-                if is_asked_for():
-                    raise
-                self._failed(group, partition, problem)
-            except Exception as problem:
-                self._failed(group, partition, problem)
-            else:
-                for one in group:
-                    if self._window.complete(one.ticket):
-                        self._doors.moved(one.ticket)
+            if linger_s:
+                await asyncio.sleep(linger_s)
+            while partition.outbox:
+                await self._move(_group(partition.outbox), partition)
         finally:
-            partition.moving -= len(left)
+            partition.sending = False
+
+    async def _move(self, group: Sequence[Going], partition: _Partition) -> None:
+        try:
+            await self._publish(group)
+        except Unwanted as problem:
+            if len(group) > 1:  # one of them is to blame
+                for one in group:
+                    await self._move((one,), partition)
+                return
+            place = group[0].record.place
+            log.error("cannot be moved to overflow, waits where it is place=%s cause=%s", place, problem)
+            partition.moving -= 1
+            self._back(group[0])
+            if group[0].job is not None:
+                self.forget(place)  # not asked again
+        except asyncio.CancelledError as problem:
+            if is_asked_for():
+                raise
+            self._failed(group, partition, problem)
+        except Exception as problem:
+            self._failed(group, partition, problem)
+        else:
+            partition.moving -= len(group)
+            for one in group:
+                self._gone(one)
 
     async def _publish(self, group: Sequence[Going]) -> None:
         transfers = [
@@ -317,24 +327,32 @@ class Spill:
 
     def _failed(self, group: Sequence[Going], partition: _Partition, problem: BaseException) -> None:
         """They may have been written all the same: a copy on `overflow` is then known by its origin (R7)."""
-        first = group[0].record.place
-        log.warning("not moved to overflow, wait where they are jobs=%d first=%s: %r", len(group), first, problem)
+        left = [*group, *partition.outbox]
+        partition.outbox.clear()
+        first = left[0].record.place
+        log.warning("not moved to overflow, wait where they are jobs=%d first=%s: %r", len(left), first, problem)
         partition.paused_until = time.monotonic() + PAUSE_S
-        for one in group:
+        partition.moving -= len(left)
+        for one in left:
             self._back(one)
 
-    def _back(self, one: Going) -> None:
-        if not self._window.owns(one.ticket):
-            return
-        if one.job is not None:
-            self._doors.put_back(one.job)
-        else:
-            self._doors.take_in(one.record, one.ticket)
+    def _gone(self, one: Going) -> None:
+        try:
+            if self._window.complete(one.ticket):
+                self._doors.moved(one.ticket)
+        except Exception:  # the others of its group go on
+            log.exception("a job that was moved to overflow place=%s", one.record.place)
 
-    def _spawn(self, work: Coroutine[Any, Any, None], key: Key) -> None:
-        task = asyncio.create_task(work)
-        self._tasks[task] = key
-        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+    def _back(self, one: Going) -> None:
+        try:
+            if not self._window.owns(one.ticket):
+                return
+            if one.job is not None:
+                self._doors.put_back(one.job)
+            else:
+                self._doors.take_in(one.record, one.ticket)
+        except Exception:
+            log.exception("a job that was not moved to overflow place=%s", one.record.place)
 
     async def _tick(self) -> None:
         busy = False
@@ -350,16 +368,13 @@ class Spill:
                 await asyncio.sleep(PAUSE_S)
 
 
-def _groups(going: Iterable[Going]) -> Iterator[list[Going]]:
-    """Those that are published together."""
+def _group(outbox: deque[Going]) -> list[Going]:
+    """The first ones, that are published together; there is one."""
     group: list[Going] = []
     size = 0
-    for one in going:
-        more = len(one.record.value or b"")
-        if group and (len(group) == GROUP or size + more > GROUP_BYTES):
-            yield group
-            group, size = [], 0
-        group.append(one)
-        size += more
-    if group:
-        yield group
+    while outbox and len(group) < GROUP:
+        size += len(outbox[0].record.value or b"")
+        if group and size > GROUP_BYTES:
+            break
+        group.append(outbox.popleft())
+    return group

@@ -53,13 +53,14 @@ class Archive:
         self.held: dict[Place, bytes] = {}
         self.gate: asyncio.Event | None = None
         self.away = False  # the broker
+        self.missing = ""  # topic
         self.asked = 0
 
     async def read(self, place: Place) -> bytes | None:
         self.asked += 1
         if self.gate is not None:
             await self.gate.wait()
-        if self.away:
+        if self.away or place.topic == self.missing:
             raise Unread
         await asyncio.sleep(0)
         return self.held.get(place)
@@ -356,6 +357,58 @@ async def test_a_copy_of_one_that_stays_after_all_is_the_same_record_once_more(d
     desk.end(first)
     await desk.settle()
     assert [a for a, _, _ in desk.doors.answered] == [second]
+
+
+async def test_of_those_that_waited_the_copy_of_who_moved_leads_and_not_who_came_before_it(desk: Desk) -> None:
+    first, other = arrival(1), arrival(2, digest="1")
+    copy = arrival(5, origin=first.head.origin)
+    desk.copies.admit(first)
+    desk.copies.admit(other)  # waits for its `id_conflict`
+    desk.copies.departs(first.ticket)
+    desk.copies.admit(copy)
+    del desk.doors.running[first.place]
+    desk.lost.add(first.ticket)
+    desk.copies.gone(first.ticket)
+    assert list(desk.doors.running.values()) == [copy]
+    desk.end(copy)
+    assert [(one, refusal.code) for one, refusal in desk.doors.turned_away] == [(other, ErrorCode.ID_CONFLICT)]
+
+
+async def test_a_copy_does_not_expire_while_its_first_is_on_its_way_to_it(desk: Desk) -> None:
+    first = arrival(1, deadline=time.time() - GRACE_S - 1)
+    copy = arrival(5, origin=first.head.origin, deadline=time.time() - GRACE_S - 1)
+    desk.copies.admit(first)
+    desk.copies.departs(first.ticket)
+    desk.copies.admit(copy)
+    desk.copies.run_once(time.time())
+    assert not desk.doors.turned_away
+    desk.copies.stays(first.ticket)
+    assert desk.doors.dropped == [copy]
+
+
+async def test_a_copy_whose_terminal_alone_cannot_be_read_runs_again_soon(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker answers, so it is the reply topic that is gone."""
+    monkeypatch.setattr(room, "LOOK_AGAIN_S", 0.0)
+    first, second = arrival(1), arrival(2)
+    desk.copies.admit(first)
+    desk.end(first)
+    desk.archive.missing = "r"
+    desk.copies.admit(second)
+    await desk.settle()
+    assert list(desk.doors.running.values()) == [second] and desk.archive.asked == 2 * room.TERMINAL_TRIES
+
+
+async def test_a_copy_that_waits_for_the_broker_expires_in_time(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "LOOK_AGAIN_S", 0.0)
+    first, second = arrival(1), arrival(2, deadline=time.time() - GRACE_S - 1)
+    desk.copies.admit(first)
+    desk.end(first)
+    desk.archive.away = True
+    desk.copies.admit(second)
+    await desk.settle()
+    assert [(one, type(refusal)) for one, refusal in desk.doors.turned_away] == [(second, Expired)]
 
 
 async def test_an_answer_that_comes_after_the_partition_went_is_not_given(desk: Desk) -> None:

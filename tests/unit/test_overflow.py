@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from schemas.keys import partition_of
 from schemas.names import H_ORIGIN, H_PUBLISHED, deferred_topic, jobs_topic, overflow_topic
-from schemas.tenants import Tenant
+from schemas.tenants import Tenant, TenantLimits
 from service.deferred.relay import Unwanted
 from service.deferred.transfer import Transfer
 from service.job import Job, Place, Record, Ticket
@@ -120,10 +120,8 @@ class Yard:
         return self.spill.takes(Record(place, key, b"{}", (("own", b"x"), (H_ORIGIN, b"forged")), 1_234), ticket)
 
     async def gone_unread(self) -> None:
-        while self.spill._partitions[KEY].unread:
-            await asyncio.sleep(room.LINGER_S)
         while self.spill._tasks:
-            await asyncio.sleep(0)
+            await asyncio.sleep(room.LINGER_S / 5)
 
     # the relay
 
@@ -381,6 +379,54 @@ async def test_what_goes_unread_is_of_no_other_than_who_fills_the_partition() ->
     await yard.gone_unread()
 
 
+@pytest.mark.parametrize(
+    "tenant", [Tenant(id="acme", enabled=False), Tenant(id="acme", limits=TenantLimits(queued_jobs=1000))]
+)
+async def test_whoever_is_refused_at_once_or_counted_does_not_go_unread(tenant: Tenant) -> None:
+    yard = await relieved()
+    yard.spill._tenants["acme"] = tenant  # type: ignore[index]
+    assert not yard.come(HIGH)
+
+
+async def test_what_comes_while_a_write_is_on_its_way_goes_in_the_next() -> None:
+    yard = await relieved()
+    yard.hold.clear()
+    assert yard.come(HIGH) and yard.come(HIGH + 1)
+    await asyncio.sleep(2 * room.LINGER_S)
+    assert all(yard.come(HIGH + n) for n in range(2, 10))
+    await asyncio.sleep(2 * room.LINGER_S)
+    yard.hold.set()
+    await yard.gone_unread()
+    assert yard.writes == [2, 8]
+
+
+async def test_one_that_breaks_our_own_code_holds_up_none_that_went_with_it() -> None:
+    yard = await relieved()
+    moved = yard.moved
+
+    def breaks(ticket: Ticket) -> None:
+        if ticket.place.offset == HIGH:
+            raise ValueError("broken")
+        moved(ticket)
+
+    yard.moved = breaks  # type: ignore[method-assign]
+    assert all(yard.come(HIGH + n) for n in range(4))
+    await yard.gone_unread()
+    assert [t.place.offset for t in yard.gone] == [HIGH + 1, HIGH + 2, HIGH + 3]
+    assert yard.spill._partitions[KEY].moving == 0
+
+
+async def test_what_a_tenant_holds_is_right_though_a_job_is_noted_twice() -> None:
+    yard = Yard()
+    yard.read(3)
+    first = next(iter(yard.queue.values()))
+    yard.spill.note(first)
+    assert yard.spill._partitions[KEY].held == {"acme": 3}
+    for place in yard.queue:
+        yard.spill.forget(place)
+    assert not yard.spill._partitions[KEY].held
+
+
 async def test_records_are_judged_first_where_they_must_be() -> None:
     yard = await relieved()
     yard.believes = False  # a copy needs the service's mark, or its tenant's spread has changed
@@ -432,7 +478,10 @@ def test_what_goes_together_is_bounded_and_nothing_is_left_out(sizes: list[int])
     jobs = [job(n) for n in range(len(sizes))]
     for one, size in zip(jobs, sizes, strict=True):
         one.record = Record(one.place, b"acme", bytes(size), (), 1)
-    groups = list(room._groups([room.Going(one.record, one.ticket, one) for one in jobs]))
+    outbox = deque(room.Going(one.record, one.ticket, one) for one in jobs)
+    groups = []
+    while outbox:
+        groups.append(room._group(outbox))
     assert [one.job for group in groups for one in group] == jobs
     for group in groups:
         assert 1 <= len(group) <= room.GROUP

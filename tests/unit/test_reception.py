@@ -76,6 +76,15 @@ async def test_a_job_whose_copy_on_overflow_is_read_before_the_acknowledgement_i
     await reception.stop()
 
 
+async def test_a_job_that_turns_out_to_have_ended_holds_nothing_of_its_partition_any_more(worker: Worker) -> None:
+    worker.book.owns = lambda ticket: True  # type: ignore[method-assign]
+    worker.reception._settle(job(7))
+    held = worker.reception.spill._partitions[PLACE[:2]].held
+    assert held == {"acme": 1}
+    assert worker.reception.withdraw(PLACE) and not held
+    await worker.reception.stop()
+
+
 def written(worker: Worker) -> int:
     """Dead letters and streams that delivery was given."""
     return len(worker.link._deads) + len(worker.link._streams)
