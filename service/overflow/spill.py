@@ -16,20 +16,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from schemas.cancellation import is_asked_for
 from schemas.keys import tenant_of
 from schemas.names import overflow_topic, parse_jobs_topic
 from schemas.tenants import Tenant
-from service.deferred.relay import Publisher, Unwanted
-from service.deferred.transfer import Transfer
+from service.deferred.relay import Publisher
 from service.job import Job, Place, Record, Ticket
 from service.ledger import Key
 from service.overflow.neighbours import Neighbours
+from service.overflow.outbox import Going, Outbox
 from service.overflow.shares import surplus
 from service.settings import Settings
 
@@ -45,12 +44,11 @@ LEAST_SHARE = 1 / 8
 TICK_S, FAST_TICK_S = 0.25, 0.02
 # While jobs go, a partition is looked at again after so many came, not only at the next tick: else it is full before.
 CROWD = 16
-# Jobs of one partition on their way at a time, and published together: so many, and of so many bytes.
+# Jobs of one partition on their way at a time.
 AT_ONCE = 256
-GROUP, GROUP_BYTES = 64, 256 * 1024
 # Records that go unread wait so long for others, seconds.
 LINGER_S = 0.005
-# After a failed move, seconds.
+# After a turn that failed, seconds.
 PAUSE_S = 5.0
 
 
@@ -98,24 +96,13 @@ class Doors(Protocol):
         """It is on `overflow` now."""
 
 
-class Going(NamedTuple):
-    """What is being moved: a job that waited here, or a record that nobody has judged."""
-
-    record: Record
-    ticket: Ticket
-    job: Job | None = None
-
-
 @dataclass(slots=True)
 class _Partition:
+    outbox: Outbox
     jobs: dict[int, Job] = field(default_factory=dict)  # that wait or run here, by offset
     held: Counter[str] = field(default_factory=Counter)  # how many of each tenant
-    outbox: deque[Going] = field(default_factory=deque)
-    sending: bool = False
     full_since: float | None = None  # monotonic
     active_until: float = 0.0
-    paused_until: float = 0.0
-    moving: int = 0  # in the outbox, or on their way
     came: int = 0  # since it was looked at
 
     def add(self, job: Job) -> None:
@@ -143,7 +130,7 @@ class Spill:
         self._neighbours = Neighbours(settings.partitions)
         self._version = -1  # of the registry, that the neighbours are of
         self._partitions: dict[Key, _Partition] = {}
-        self._tasks: dict[asyncio.Task[None], Key] = {}
+        self._stops: set[asyncio.Task[None]] = set()
         self._ticking: asyncio.Task[None] | None = None
 
     # life
@@ -153,11 +140,11 @@ class Spill:
 
     async def stop(self) -> None:
         """What has not been moved stays where it is."""
-        tasks = [*self._tasks, *([self._ticking] if self._ticking is not None else [])]
-        for task in tasks:
-            task.cancel()
-        self._partitions.clear()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.wait({self._ticking})
+        self.abandon(set(self._partitions))
+        await asyncio.gather(*self._stops)
 
     # what comes
 
@@ -168,10 +155,10 @@ class Spill:
         """
         key = record.place[:2]
         partition = self._partitions.get(key)
-        if partition is None or not partition.held or partition.moving >= AT_ONCE or self._doors.is_held():
+        if partition is None or not partition.held or self._doors.is_held():
             return False
-        now = time.monotonic()
-        if now >= partition.active_until or now < partition.paused_until:
+        now, moving = time.monotonic(), len(partition.outbox)
+        if now >= partition.active_until or now < partition.outbox.paused_until or moving >= AT_ONCE:
             return False
         name, held = tenant_of(record.key), partition.held
         tenant = self._tenants.get(name)
@@ -179,12 +166,12 @@ class Spill:
             return False  # refused at once, kept in order, or counted: all of that is done here
         if held[name] < max(self._least, *held.values()):
             return False
-        if self._window.excess(key, early=True) <= partition.moving or self._window.starts(ticket):
+        if self._window.excess(key, early=True) <= moving or self._window.starts(ticket):
             return False
         if not self._gives_way(held, name, key) or not self._doors.may_go_unread(name):
             return False
         partition.active_until = now + ACTIVE_S
-        self._send((Going(record, ticket),), partition, key, linger_s=LINGER_S)
+        partition.outbox.put((Going(record, ticket),), linger_s=LINGER_S)
         return True
 
     # what waits
@@ -197,7 +184,10 @@ class Spill:
         tenant = self._tenants.get(job.tenant)
         if tenant is not None and tenant.order == "none":
             key = job.place[:2]
-            partition = self._partitions.setdefault(key, _Partition())
+            partition = self._partitions.get(key)
+            if partition is None:
+                outbox = Outbox(self._topic, self._relay, self._gone, self._back)
+                partition = self._partitions[key] = _Partition(outbox)
             partition.add(job)
             partition.came += 1
             if partition.came == CROWD and partition.active_until:
@@ -211,11 +201,10 @@ class Spill:
 
     def abandon(self, lost: set[Key]) -> None:
         """These partitions belong to another worker now."""
-        for key in lost:
-            self._partitions.pop(key, None)
-        for task, key in list(self._tasks.items()):
-            if key in lost:
-                task.cancel()
+        for key in lost & self._partitions.keys():
+            stop = asyncio.create_task(self._partitions.pop(key).outbox.stop())
+            self._stops.add(stop)
+            stop.add_done_callback(self._stops.discard)
 
     # whose turn it is to go
 
@@ -239,12 +228,12 @@ class Spill:
         if partition.full_since is None:
             partition.full_since = now
         patient = now - partition.full_since < PATIENCE_S and not active
-        if not patient and now >= partition.paused_until:
-            self._relieve(key, partition, excess - partition.moving, now)
+        if not patient and now >= partition.outbox.paused_until:
+            self._relieve(key, partition, excess - len(partition.outbox), now)
 
     def _relieve(self, key: Key, partition: _Partition, excess: int, now: float) -> None:
         held = partition.held
-        goes = surplus(held, min(excess, AT_ONCE - partition.moving), self._least)
+        goes = surplus(held, min(excess, AT_ONCE - len(partition.outbox)), self._least)
         goes = {tenant: count for tenant, count in goes.items() if self._gives_way(held, tenant, key)}
         if not goes:
             return
@@ -263,96 +252,27 @@ class Spill:
             partition.active_until = now + ACTIVE_S
         for job in taken:
             partition.pop(job.place.offset)  # noted again if it comes back
-        self._send([Going(job.record, job.ticket, job) for job in taken], partition, key)
+        partition.outbox.put([Going(job.record, job.ticket, job) for job in taken])
 
     def _gives_way(self, held: Mapping[str, int], tenant: str, key: Key) -> bool:
         """Whether somebody else may lie behind this tenant's jobs."""
         return len(held) > 1 or self._neighbours.beside(tenant, key[1])
 
-    # moving
-
-    def _send(self, going: Sequence[Going], partition: _Partition, key: Key, *, linger_s: float = 0.0) -> None:
-        partition.outbox += going
-        partition.moving += len(going)
-        if going and not partition.sending:
-            partition.sending = True
-            task = asyncio.create_task(self._drain(partition, linger_s))
-            self._tasks[task] = key
-            task.add_done_callback(lambda done: self._tasks.pop(done, None))
-
-    async def _drain(self, partition: _Partition, linger_s: float) -> None:
-        """One write at a time, as the client library has it: what comes meanwhile goes together in the next."""
-        try:
-            if linger_s:
-                await asyncio.sleep(linger_s)
-            while partition.outbox:
-                await self._move(_group(partition.outbox), partition)
-        finally:
-            partition.sending = False
-
-    async def _move(self, group: Sequence[Going], partition: _Partition) -> None:
-        try:
-            await self._publish(group)
-        except Unwanted as problem:
-            if len(group) > 1:  # one of them is to blame
-                for one in group:
-                    await self._move((one,), partition)
-                return
-            place = group[0].record.place
-            log.error("cannot be moved to overflow, waits where it is place=%s cause=%s", place, problem)
-            partition.moving -= 1
-            self._back(group[0])
-            if group[0].job is not None:
-                self.forget(place)  # not asked again
-        except asyncio.CancelledError as problem:
-            if is_asked_for():
-                raise
-            self._failed(group, partition, problem)
-        except Exception as problem:
-            self._failed(group, partition, problem)
-        else:
-            partition.moving -= len(group)
-            for one in group:
-                self._gone(one)
-
-    async def _publish(self, group: Sequence[Going]) -> None:
-        transfers = [
-            Transfer.of(one.record, one.job.head if one.job is not None else None, self._topic, starts=0)
-            for one in group
-        ]
-        if len(transfers) == 1:
-            await self._relay.publish(transfers[0])
-        else:
-            await self._relay.publish_together(transfers)
-
-    def _failed(self, group: Sequence[Going], partition: _Partition, problem: BaseException) -> None:
-        """They may have been written all the same: a copy on `overflow` is then known by its origin (R7)."""
-        left = [*group, *partition.outbox]
-        partition.outbox.clear()
-        first = left[0].record.place
-        log.warning("not moved to overflow, wait where they are jobs=%d first=%s: %r", len(left), first, problem)
-        partition.paused_until = time.monotonic() + PAUSE_S
-        partition.moving -= len(left)
-        for one in left:
-            self._back(one)
+    # what has gone, or could not
 
     def _gone(self, one: Going) -> None:
-        try:
-            if self._window.complete(one.ticket):
-                self._doors.moved(one.ticket)
-        except Exception:  # the others of its group go on
-            log.exception("a job that was moved to overflow place=%s", one.record.place)
+        if self._window.complete(one.ticket):
+            self._doors.moved(one.ticket)
 
-    def _back(self, one: Going) -> None:
-        try:
-            if not self._window.owns(one.ticket):
-                return
-            if one.job is not None:
-                self._doors.put_back(one.job)
-            else:
-                self._doors.take_in(one.record, one.ticket)
-        except Exception:
-            log.exception("a job that was not moved to overflow place=%s", one.record.place)
+    def _back(self, one: Going, wanted: bool) -> None:
+        if not self._window.owns(one.ticket):
+            return
+        if one.job is None:
+            self._doors.take_in(one.record, one.ticket)
+        else:
+            self._doors.put_back(one.job)
+            if not wanted:
+                self.forget(one.ticket.place)  # not asked again
 
     async def _tick(self) -> None:
         busy = False
@@ -366,15 +286,3 @@ class Spill:
             except Exception:
                 log.exception("a turn over the full partitions failed")
                 await asyncio.sleep(PAUSE_S)
-
-
-def _group(outbox: deque[Going]) -> list[Going]:
-    """The first ones, that are published together; there is one."""
-    group: list[Going] = []
-    size = 0
-    while outbox and len(group) < GROUP:
-        size += len(outbox[0].record.value or b"")
-        if group and size > GROUP_BYTES:
-            break
-        group.append(outbox.popleft())
-    return group

@@ -21,9 +21,11 @@ from service.deferred.relay import Unwanted
 from service.deferred.transfer import Transfer
 from service.job import Job, Place, Record, Ticket
 from service.ledger import Book, Key
+from service.overflow import outbox as outbox_room
 from service.overflow import spill as room
 from service.overflow.homes import Homes
 from service.overflow.neighbours import Neighbours
+from service.overflow.outbox import Going
 from service.overflow.shares import surplus
 from service.overflow.spill import Spill
 from service.settings import Settings
@@ -108,7 +110,7 @@ class Yard:
 
     async def turn(self, after: float = 0.0) -> bool:
         busy = self.spill.run_once(time.monotonic() + after)
-        while self.spill._tasks and self.hold.is_set():
+        while self.moving() and self.hold.is_set():
             await asyncio.sleep(0)
         return busy
 
@@ -120,8 +122,11 @@ class Yard:
         return self.spill.takes(Record(place, key, b"{}", (("own", b"x"), (H_ORIGIN, b"forged")), 1_234), ticket)
 
     async def gone_unread(self) -> None:
-        while self.spill._tasks:
+        while self.moving():
             await asyncio.sleep(room.LINGER_S / 5)
+
+    def moving(self) -> int:
+        return sum(len(partition.outbox) for partition in self.spill._partitions.values())
 
     # the relay
 
@@ -313,7 +318,7 @@ async def test_a_job_that_cannot_be_moved_waits_where_it_was_and_is_tried_again_
     yard.fails = None
     await yard.turn(room.PATIENCE_S + 0.1)
     assert not yard.log, "not at once"
-    await yard.turn(room.PATIENCE_S + room.PAUSE_S + 1)
+    await yard.turn(room.PATIENCE_S + outbox_room.PAUSE_S + 1)
     assert len(yard.log) == HIGH // 2
 
 
@@ -324,7 +329,7 @@ async def test_a_record_that_overflow_does_not_take_is_not_asked_again() -> None
     await yard.turn()
     await yard.turn(room.PATIENCE_S)
     assert len(yard.backs) == HIGH // 2
-    await yard.turn(room.PATIENCE_S + room.PAUSE_S + 1)
+    await yard.turn(room.PATIENCE_S + outbox_room.PAUSE_S + 1)
     assert Counter(one.place.offset for one in yard.backs).most_common(1)[0][1] == 1
 
 
@@ -338,7 +343,7 @@ async def test_jobs_go_together_and_one_that_overflow_does_not_take_holds_up_non
     assert not yard.writes and [one.place.offset for one in yard.backs] == [HIGH - 2]
     assert len(yard.log) == len(yard.gone) == HIGH // 2 - 1
     partition = yard.spill._partitions[KEY]
-    assert not partition.moving and partition.held == Counter(job.tenant for job in partition.jobs.values())
+    assert not yard.moving() and partition.held == Counter(job.tenant for job in partition.jobs.values())
     yard.read(HIGH // 2, start=HIGH)
     await yard.turn(room.PATIENCE_S + 1)
     assert yard.writes == [yard.writes[0]] and yard.writes[0] > 1
@@ -360,14 +365,14 @@ async def relieved(*tenants: Tenant) -> Yard:
 async def test_while_it_goes_on_records_of_who_fills_the_partition_go_as_they_come_unread() -> None:
     yard = await relieved()
     assert [yard.come(offset) for offset in range(HIGH, HIGH + 100)] == [True] * 100
-    assert yard.spill._partitions[KEY].moving == 100
+    assert yard.moving() == 100
     await yard.gone_unread()
-    assert yard.writes == [room.GROUP, 100 - room.GROUP]
+    assert yard.writes == [outbox_room.GROUP, 100 - outbox_room.GROUP]
     first = yard.log[0]
     assert (first.topic, first.partition, first.key, first.value) == (overflow_topic(POOL), 0, b"acme", b"{}")
     assert first.headers == (("own", b"x"), (H_ORIGIN, str(Place(*KEY, HIGH)).encode()), (H_PUBLISHED, b"1234"))
     assert [t.place.offset for t in yard.gone] == list(range(HIGH, HIGH + 100)) and not yard.judged
-    assert yard.book.excess(KEY, early=True) == 0 and yard.spill._partitions[KEY].moving == 0
+    assert yard.book.excess(KEY, early=True) == 0 and yard.moving() == 0
 
 
 async def test_what_goes_unread_is_of_no_other_than_who_fills_the_partition() -> None:
@@ -413,7 +418,7 @@ async def test_one_that_breaks_our_own_code_holds_up_none_that_went_with_it() ->
     assert all(yard.come(HIGH + n) for n in range(4))
     await yard.gone_unread()
     assert [t.place.offset for t in yard.gone] == [HIGH + 1, HIGH + 2, HIGH + 3]
-    assert yard.spill._partitions[KEY].moving == 0
+    assert yard.moving() == 0
 
 
 async def test_what_a_tenant_holds_is_right_though_a_job_is_noted_twice() -> None:
@@ -434,9 +439,9 @@ async def test_records_are_judged_first_where_they_must_be() -> None:
     yard.believes, yard.held = True, True
     assert not yard.come(HIGH + 1)
     yard.held = False
-    yard.spill._partitions[KEY].paused_until = time.monotonic() + 60
+    yard.spill._partitions[KEY].outbox.paused_until = time.monotonic() + 60
     assert not yard.come(HIGH + 2)
-    yard.spill._partitions[KEY].paused_until = 0.0
+    yard.spill._partitions[KEY].outbox.paused_until = 0.0
     yard.spill._partitions[KEY].active_until = time.monotonic()
     assert not yard.come(HIGH + 3)
 
@@ -460,7 +465,7 @@ async def test_records_that_were_to_go_unread_and_cannot_are_judged_where_they_a
     assert yard.come(HIGH) and yard.come(HIGH + 1)
     await yard.gone_unread()
     assert [place.offset for place in yard.judged] == [HIGH, HIGH + 1] and not yard.gone
-    assert yard.spill._partitions[KEY].moving == 0
+    assert yard.moving() == 0
 
 
 async def test_records_about_to_go_unread_are_left_to_a_partitions_next_owner() -> None:
@@ -470,7 +475,7 @@ async def test_records_about_to_go_unread_are_left_to_a_partitions_next_owner() 
     yard.book.drop([KEY])
     yard.spill.abandon({KEY})
     await asyncio.sleep(2 * room.LINGER_S)
-    assert not yard.spill._tasks and not yard.judged
+    assert not yard.spill._stops and not yard.judged
 
 
 @given(st.lists(st.integers(0, 300_000), max_size=80))
@@ -478,14 +483,14 @@ def test_what_goes_together_is_bounded_and_nothing_is_left_out(sizes: list[int])
     jobs = [job(n) for n in range(len(sizes))]
     for one, size in zip(jobs, sizes, strict=True):
         one.record = Record(one.place, b"acme", bytes(size), (), 1)
-    outbox = deque(room.Going(one.record, one.ticket, one) for one in jobs)
+    outbox = deque(Going(one.record, one.ticket, one) for one in jobs)
     groups = []
     while outbox:
-        groups.append(room._group(outbox))
+        groups.append(outbox_room.together(outbox))
     assert [one.job for group in groups for one in group] == jobs
     for group in groups:
-        assert 1 <= len(group) <= room.GROUP
-        assert len(group) == 1 or sum(len(one.record.value or b"") for one in group) <= room.GROUP_BYTES
+        assert 1 <= len(group) <= outbox_room.GROUP
+        assert len(group) == 1 or sum(len(one.record.value or b"") for one in group) <= outbox_room.GROUP_BYTES
 
 
 async def test_a_partition_that_went_elsewhere_takes_its_moves_with_it() -> None:
@@ -494,10 +499,10 @@ async def test_a_partition_that_went_elsewhere_takes_its_moves_with_it() -> None
     yard.hold.clear()
     await yard.turn()
     await yard.turn(room.PATIENCE_S)
-    assert yard.spill._partitions[KEY].moving == HIGH // 2
+    assert yard.moving() == HIGH // 2
     yard.book.drop([KEY])
     yard.spill.abandon({KEY})
-    while yard.spill._tasks:
+    while yard.spill._stops:
         await asyncio.sleep(0)
     assert not yard.gone and not yard.backs
 
