@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import orjson
 import typer
@@ -17,6 +17,7 @@ from schemas.tenants import Tenant
 from schemas.verification import PublicKey
 from service.cli import session
 from service.cli.options import Bootstrap, DryRun, Json, Yes
+from service.cli.tenant_changes import change
 from service.registry import edited
 from service.tenants import RegistryError
 
@@ -87,7 +88,7 @@ def add_key(
         tenant = _known(id, known)
         return [edited(id, tenant, {"verification_keys": [*tenant.verification_keys, text]}, {})]
 
-    _change(wanted, yes=yes, dry_run=dry_run, json=json, bootstrap=bootstrap)
+    change(bootstrap, wanted, yes=yes, dry_run=dry_run, json=json)
 
 
 def drop_key(
@@ -110,12 +111,6 @@ def drop_key(
             kids = ", ".join(PublicKey.parse(text).kid for text in tenant.verification_keys)
             raise RegistryError(f"tenant {id} has no key {kid}; it has: {kids or 'none'}")
         return [edited(id, tenant, {"verification_keys": kept}, {})]
-
-    _change(wanted, yes=yes, dry_run=dry_run, json=json, bootstrap=bootstrap)
-
-
-def _change(wanted: Any, *, bootstrap: str | None, yes: bool, dry_run: bool, json: bool) -> None:
-    from service.cli.tenants import change
 
     change(bootstrap, wanted, yes=yes, dry_run=dry_run, json=json)
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
-import orjson
 import typer
 import yaml
 from rich.markup import escape
@@ -20,11 +17,10 @@ from schemas.tenants import Tenant, TenantLimits
 from service.cli import keygen, session
 from service.cli.options import Bootstrap, DryRun, Json, Yes
 from service.cli.registry_topic import RegistryTopic, sort
-from service.cli.tenant_lag import ENOUGH, unfinished
+from service.cli.tenant_changes import change, refuse, say_who_reads_it
 from service.cli.terminal import Screen, say
-from service.registry import Change, changes, edited
-from service.settings import Settings
-from service.tenants import ENTRIES, RegistryError, load, write_entry
+from service.registry import edited
+from service.tenants import ENTRIES, RegistryError, load
 
 Id = Annotated[str, typer.Argument(help="The tenant's id.")]
 
@@ -70,7 +66,7 @@ def list_(json: Json = False, bootstrap: Bootstrap = None) -> None:
             typer.echo("the registry topic is empty; fill it: headrace tenants apply FILE")
         for why in invalid.values():
             say(f"headrace: {why}", err=True)
-        _say_who_reads_it(found)
+        say_who_reads_it(found)
         return 0
 
     session.run(main())
@@ -179,7 +175,7 @@ def apply(
     try:
         tenants = [_own(tenant) for tenant in load(file).values()]
     except RegistryError as error:
-        _invalid(error)
+        refuse(error)
     change(bootstrap, lambda known: tenants, prune=prune, yes=yes, dry_run=dry_run, json=json)
 
 
@@ -190,73 +186,6 @@ def _switch(id: str, enabled: bool, *, yes: bool, dry_run: bool, json: bool, boo
         return [edited(id, known[id], {"enabled": enabled}, {})]
 
     change(bootstrap, wanted, yes=yes, dry_run=dry_run, json=json)
-
-
-def change(
-    bootstrap: str | None,
-    wanted: Callable[[Mapping[str, Tenant]], Sequence[Tenant]],
-    *,
-    yes: bool,
-    dry_run: bool,
-    json: bool,
-    prune: bool = False,
-) -> None:
-    """Reads, shows what differs, asks, writes what nobody changed meanwhile."""
-    found = session.settings(bootstrap)
-    session.answerable(yes=yes, dry_run=dry_run, json=json)
-
-    async def main() -> int:
-        async with RegistryTopic(found, TENANTS) as topic:
-            seen = await topic.read()
-            known, _ = sort(ENTRIES, seen)
-            window_s = found.duplicates.window_s
-            try:
-                due = changes(known, wanted(known), prune=prune, now=time.time(), window_s=window_s)
-            except RegistryError as error:
-                _invalid(error)
-            if not json:
-                _show(due)
-            applied, why = False, ""
-            if due:
-                why = await _hindered(found, due)
-                if not why and not dry_run:
-                    if not yes and not session.agreed():
-                        return session.FAILED
-                    await topic.write({c.id: None if c.after is None else write_entry(c.after) for c in due}, seen)
-                    applied = True
-        if json:
-            session.print_json(
-                {"applied": applied, "refused": why or None, "changes": [_as_json(change) for change in due]}
-            )
-        elif applied:
-            typer.echo("applied: workers have it within a second")
-        if why:
-            say(f"headrace: {why}", err=True)
-        if applied and not known:
-            typer.echo(
-                "headrace: the registry topic was empty: workers that start from now on know the tenants on it and no"
-                " others; headrace tenants apply FILE adds more",
-                err=True,
-            )
-        if applied:
-            _say_who_reads_it(found)
-        return session.FAILED if why else 0
-
-    session.run(main())
-
-
-async def _hindered(found: Settings, due: Sequence[Change]) -> str:
-    """Why the changes must wait: jobs in order would go past those that lie where they were published before."""
-    ordered = [c.id for c in due if c.moves and any(t is not None and t.order != "none" for t in (c.before, c.after))]
-    if not ordered:
-        return ""
-    for tenant, pools in (await unfinished(found.kafka, ordered)).items():
-        there = ", ".join(f"{'at least ' if n >= ENOUGH else ''}{n} in pool {pool}" for pool, n in pools.items())
-        return (
-            f"the spread of {tenant} cannot change while it has jobs in order that are not finished ({there}): stop its"
-            " publishers, wait, and run the command again"
-        )
-    return ""
 
 
 # Reading
@@ -272,7 +201,7 @@ def _entry_of(file: Path, id: str) -> Tenant:
     try:
         return edited(id, None, {name: value for name, value in document.items() if name not in KEPT}, {})
     except RegistryError as error:
-        _invalid(error)
+        refuse(error)
 
 
 def _own(tenant: Tenant) -> Tenant:
@@ -297,10 +226,6 @@ def _unknown(id: str, known: Mapping[str, Tenant]) -> str:
     return f"there is no tenant {id} on {TENANTS}; " + (f"did you mean {near[0]}?" if near else "headrace tenants list")
 
 
-def _invalid(error: RegistryError) -> NoReturn:
-    raise typer.Exit(session.told(f"{error}; nothing was changed", session.USAGE))
-
-
 # Showing
 
 
@@ -316,32 +241,3 @@ def _table(tenants: Sequence[Tenant]) -> Table:
         models = "all" if tenant.models is None else ", ".join(tenant.models)
         made.add_row(name, *row, escape(models), " ".join(bounds))
     return made
-
-
-def _show(due: Sequence[Change]) -> None:
-    console = Screen(highlight=False, soft_wrap=True)
-    if not due:
-        console.print("nothing to do: the registry says so already")
-    for change in due:
-        mark = {"added": "[green]+[/green]", "removed": "[red]-[/red]"}.get(change.kind, "~")
-        console.print(f"{mark} tenant {escape(change.id)}{'' if change.kind == 'changed' else f' ({change.kind})'}")
-        for line in change.lines() if change.after is not None else ():
-            console.print(f"    {line.field}: {escape(_text(line.before))} → [bold]{escape(_text(line.after))}[/bold]")
-
-
-def _text(value: Any) -> str:
-    return "-" if value is None else value if isinstance(value, str) else orjson.dumps(value).decode()
-
-
-def _as_json(change: Change) -> dict[str, Any]:
-    fields = [asdict(line) for line in change.lines()] if change.after is not None else []
-    return {"id": change.id, "kind": change.kind, "fields": fields}
-
-
-def _say_who_reads_it(found: Settings) -> None:
-    if found.tenants_file is not None and found.tenants_source != "topic":
-        typer.echo(
-            f"headrace: HEADRACE_TENANTS_FILE is set here ({found.tenants_file}): workers with this setting read the"
-            " file and not the topic",
-            err=True,
-        )
