@@ -18,7 +18,8 @@ ALWAYS = 2**63  # a time after every record's
 class Ledger:
     """One partition under one assignment.
 
-    `high`: live records at which reading must pause, without which one partition fills memory and the metadata.
+    `high`: live records at which reading must pause, without which one partition fills memory and the metadata; `low`:
+    those at which it may go on, half of that if left out.
     `max_span`: records between the watermark and the newest, without which one slow job makes the commit too long.
     """
 
@@ -42,11 +43,18 @@ class Ledger:
     )
 
     def __init__(
-        self, snapshot: Snapshot, epoch: int, *, high: int, max_span: int, stored: Commit | None = None
+        self,
+        snapshot: Snapshot,
+        epoch: int,
+        *,
+        high: int,
+        max_span: int,
+        low: int | None = None,
+        stored: Commit | None = None,
     ) -> None:
         self.epoch = epoch
         self.high = high
-        self.low = high // 2  # real hysteresis: every pause throws the prefetched records away
+        self.low = high // 2 if low is None else low  # real hysteresis: every pause throws the prefetched records away
         self.max_span = max_span
         self.next = snapshot.next
         self.status_next = snapshot.status_next

@@ -25,6 +25,7 @@ async def arena(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Arena
     environment = {
         "HEADRACE_ENGINE__KIND": "simulated",
         "HEADRACE_ENGINE__MAX_NUM_SEQS": "16",
+        "HEADRACE_LEDGER__MAX_UNFINISHED": "32",
         "HEADRACE_DRAIN_S": "3",
     }
     async with Arena(

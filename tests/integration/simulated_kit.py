@@ -50,6 +50,7 @@ class SimulatedPool:
             "HEADRACE_ENGINE__KIND": "simulated",
             "HEADRACE_ENGINE__SIM_STEP_BASE_S": str(STEP_S),
             "HEADRACE_ENGINE__MAX_NUM_SEQS": "8",
+            "HEADRACE_LEDGER__MAX_UNFINISHED": "16",  # so that few jobs fill a partition
             "HEADRACE_DRAIN_S": "0.2",
             **more,
         }

@@ -24,7 +24,8 @@ from tests.integration.worker_kit import TERMINAL, Wire, job, new_id
 
 FLOOD, NEIGHBOUR = "acme", "initech"  # their keys lie on the same partition of six
 ENGINE = {
-    "HEADRACE_ENGINE__MAX_NUM_SEQS": "64",  # so a partition may hold 128 unfinished records
+    "HEADRACE_ENGINE__MAX_NUM_SEQS": "64",
+    "HEADRACE_LEDGER__MAX_UNFINISHED": "128",
     "HEADRACE_ENGINE__SIM_STEP_BASE_S": "0.05",
 }
 

@@ -22,7 +22,11 @@ from tests.integration.delivery_kit import until
 from tests.integration.simulated_kit import SimulatedPool, metric
 from tests.integration.worker_kit import MODEL, TERMINAL, Wire, new_id
 
-ENGINE = {"HEADRACE_ENGINE__MAX_NUM_SEQS": "16", "HEADRACE_ENGINE__SIM_STEP_BASE_S": "0.02"}
+ENGINE = {
+    "HEADRACE_ENGINE__MAX_NUM_SEQS": "16",
+    "HEADRACE_LEDGER__MAX_UNFINISHED": "32",
+    "HEADRACE_ENGINE__SIM_STEP_BASE_S": "0.02",
+}
 BEFORE, LOAD_S, EVERY_S = 700, 25.0, 0.05
 
 

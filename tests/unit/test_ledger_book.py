@@ -5,6 +5,7 @@ from __future__ import annotations
 from service.job import Place, Ticket
 from service.ledger import Book, Commit
 from service.ledger.metadata import decode
+from service.settings import EngineSettings, LedgerSettings, Settings
 
 KEY = ("jobs", 3)
 SIBLING = ("other", 3)
@@ -78,6 +79,27 @@ def test_a_partition_pauses_at_high_and_goes_on_at_half() -> None:
     b.complete(tickets[2])
     assert seen == [(KEY, True), (KEY, False)]
     assert b.readable(KEY)
+
+
+def test_a_partition_that_nothing_is_moved_away_from_goes_on_as_soon_as_an_eighth_is_free() -> None:
+    """Else whoever lies behind slow jobs that hold more than half of it waits for them."""
+    seen: list[bool] = []
+    b = Book(high=16, max_span=100, unrelieved=(KEY[0],), on_pressure=lambda key, paused: seen.append(paused))
+    b.take(KEY, None, 0, 10**9)
+    b.settled(3, 0)
+    tickets = [read(b, n) for n in range(16)]
+    assert seen == [True]
+    b.complete(tickets[0])
+    assert seen == [True]
+    b.complete(tickets[1])
+    assert seen == [True, False]
+
+
+def test_a_small_engine_holds_enough_records_to_fetch_ahead() -> None:
+    assert Book.of(Settings(engine=EngineSettings(max_num_seqs=8))).high == 128
+    assert Book.of(Settings(engine=EngineSettings(max_num_seqs=256))).high == 512
+    assert Book.of(Settings(engine=EngineSettings(max_num_seqs=1000))).high == 900
+    assert Book.of(Settings(ledger=LedgerSettings(max_unfinished=16))).high == 16
 
 
 def test_one_slow_record_pauses_its_partition_at_the_span() -> None:
