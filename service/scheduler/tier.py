@@ -53,6 +53,13 @@ class Window:
                 return entry
         return None
 
+    def first(self) -> float:
+        """The lowest start tag of those that wait for their first turn and for no limit of their tenant; inf: none."""
+        for in_order, start, _, entry in self._seats:
+            if in_order and not entry.parked:
+                return start
+        return float("inf")
+
     def last(self) -> float:
         """The highest start tag; -inf if nothing is here."""
         return self._seats[-1][1] if self._seats else float("-inf")
@@ -97,6 +104,12 @@ class Tier:
     @property
     def active(self) -> bool:
         return self.queue.active > 0
+
+    def lowest(self) -> float:
+        """The lowest start tag of all that waits and may have its turn; inf if nothing does."""
+        head = self.queue.first()
+        first = self.window.first()
+        return first if head is None or first < head.start else head.start
 
     def note(self, flow: Flow[Entry], now: float) -> None:
         """The flow may have begun to wait, or have ceased to."""

@@ -250,9 +250,13 @@ class Turns:
         tier.admitted(flow, self.clock.at(now))
 
     def begin(self, entry: Entry) -> None:
-        """The engine's first output: virtual time moves on. Not by one that went out of turn: others lost nothing."""
+        """The engine's first output: virtual time moves on. Not by one that went out of turn: others lost nothing.
+
+        Never past what waits: who came between its start and now would go before all that comes later, however long.
+        """
         if not entry.aged:
-            self.tiers[entry.tier].queue.begin(entry.start)
+            tier = self.tiers[entry.tier]
+            tier.queue.begin(min(entry.start, tier.lowest()))
         if entry.root > self._begun:
             self._begun = entry.root
 

@@ -299,3 +299,28 @@ def test_plain_fifo_serves_by_arrival_and_knows_no_tenants() -> None:
     machine.run(hall.now + 1000)
     assert [e.number for e in hall.started] == list(range(1, 61))
     assert {e.priority for e in hall.started} == {0}
+
+
+def test_who_comes_later_does_not_wait_for_all_that_waited_when_a_dear_job_began() -> None:
+    """A tenant of hardly any weight, alone at first, starts jobs whose tags lie far ahead. Others come before the engine
+    has begun with those, and are picked with tags of the time before; virtual time must not leave them behind."""
+    hall = Hall(seqs=2, max_wait_s=1e9)
+    hall.tenant("rare", 0.001)
+    for name in ("early", "late"):
+        hall.tenant(name)
+    for _ in range(4):
+        hall.put("rare", max_tokens=10)
+    first = hall.turn()
+    assert len(first) == 2
+    for _ in range(40):
+        hall.put("early", max_tokens=10)
+    hall.turn()  # picked, in the window
+    for entry in first:
+        hall.end(entry, 10)
+    for _ in range(40):
+        hall.put("late", max_tokens=10)
+    while len(hall.started) < 22:
+        hall.turn()
+        hall.end(hall.running[0], 10)
+    served = [entry.job.tenant for entry in hall.started[2:]]
+    assert abs(served.count("early") - served.count("late")) <= 2, served
