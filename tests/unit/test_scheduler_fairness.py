@@ -302,8 +302,8 @@ def test_plain_fifo_serves_by_arrival_and_knows_no_tenants() -> None:
 
 
 def test_who_comes_later_does_not_wait_for_all_that_waited_when_a_dear_job_began() -> None:
-    """A tenant of hardly any weight, alone at first, starts jobs whose tags lie far ahead. Others come before the engine
-    has begun with those, and are picked with tags of the time before; virtual time must not leave them behind."""
+    """A tenant of hardly any weight, alone at first, starts jobs whose tags lie far ahead. Others come before the
+    engine has begun with those, and are picked with tags of before; virtual time must not leave them behind."""
     hall = Hall(seqs=2, max_wait_s=1e9)
     hall.tenant("rare", 0.001)
     for name in ("early", "late"):
