@@ -182,8 +182,7 @@ class Copies:
         """This record went elsewhere without an end: it was published on another topic of the service."""
         group = self._identities.ended(ticket)
         if group is not None:
-            own = group.leader.head.origin
-            for follower in sorted(group.followers, key=lambda one: one.head.origin != own):  # its own copy leads now
+            for follower in sorted(group.followers, key=group.is_its_copy, reverse=True):  # its own copy leads now
                 self.admit(follower)
 
     def stays(self, ticket: Ticket) -> None:

@@ -67,6 +67,10 @@ class Group:
     followers: list[Arrival] = field(default_factory=list)
     leaving: bool = False  # the leader is being published elsewhere: its copy there waits until that is certain
 
+    def is_its_copy(self, arrival: Arrival) -> bool:
+        """Whether this is the leader's own record once more."""
+        return arrival.head.origin == self.leader.head.origin
+
 
 class Identities:
     """All live records of this worker that have an identity."""
@@ -121,7 +125,7 @@ class Identities:
         if group is None:
             return []
         group.leaving = False
-        copies = [f for f in group.followers if f.head.origin == group.leader.head.origin]
+        copies = [f for f in group.followers if group.is_its_copy(f)]
         for copy in copies:
             self.leave(copy)
         return copies
@@ -159,7 +163,7 @@ class Identities:
     def followers(self) -> list[Arrival]:
         """All but the copies of a leader that is on its way to them: they are about to be that leader."""
         groups = {id(group): group for group in self._following.values()}.values()
-        return [f for g in groups for f in g.followers if not g.leaving or f.head.origin != g.leader.head.origin]
+        return [f for g in groups for f in g.followers if not (g.leaving and g.is_its_copy(f))]
 
     def _led(self, ticket: Ticket) -> Group | None:
         group = self._leading.get(ticket.place)

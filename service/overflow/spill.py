@@ -106,17 +106,16 @@ class _Partition:
     came: int = 0  # since it was looked at
 
     def add(self, job: Job) -> None:
-        self.pop(job.place.offset)  # judged anew, or of a topic that was made again
+        self.drop(job.place.offset)  # judged anew, or of a topic that was made again
         self.jobs[job.place.offset] = job
         self.held[job.tenant] += 1
 
-    def pop(self, offset: int) -> Job | None:
+    def drop(self, offset: int) -> None:
         job = self.jobs.pop(offset, None)
         if job is not None:
             self.held[job.tenant] -= 1
             if not self.held[job.tenant]:
                 del self.held[job.tenant]
-        return job
 
 
 class Spill:
@@ -197,7 +196,7 @@ class Spill:
         """It is complete."""
         partition = self._partitions.get(place[:2])
         if partition is not None:
-            partition.pop(place.offset)
+            partition.drop(place.offset)
 
     def abandon(self, lost: set[Key]) -> None:
         """These partitions belong to another worker now."""
@@ -251,7 +250,7 @@ class Spill:
         if taken:
             partition.active_until = now + ACTIVE_S
         for job in taken:
-            partition.pop(job.place.offset)  # noted again if it comes back
+            partition.drop(job.place.offset)  # noted again if it comes back
         partition.outbox.put([Going(job.record, job.ticket, job) for job in taken])
 
     def _gives_way(self, held: Mapping[str, int], tenant: str, key: Key) -> bool:

@@ -7,8 +7,10 @@ blocks. A part of slots and KV is the reserve: only who gets a lift may use it (
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from service.engine.protocol import Capacity, Prepared
+from service.scheduler.fair_queue import Flow
 
 
 @dataclass(slots=True)
@@ -64,6 +66,13 @@ class Admission:
         if self.tokens + claim.tokens <= most:
             return True
         return self._live is not None and self._live + self._growth + claim.fresh <= most
+
+    def below(self, share: float, flow: Flow[Any], claim: Claim) -> bool:
+        """Whether a tenant stays within its share with this job. One that has nothing in the engine is below it."""
+        if not flow.jobs:
+            return True
+        sequences, tokens = flow.sequences + claim.sequences, flow.tokens + claim.tokens
+        return sequences <= share * self.most_sequences and tokens <= share * self.most_tokens
 
     def admit(self, claim: Claim) -> None:
         self.jobs += 1

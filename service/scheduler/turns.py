@@ -197,7 +197,7 @@ class Turns:
                     continue
                 while (entry := tier.window.ready(flow)) is not None and not entry.suspect:
                     claim = self.meter.claim(entry, admission)
-                    lift = 1.0 if _below(flow, claim, share, admission) else least
+                    lift = 1.0 if admission.below(share, flow, claim) else least
                     if not lift or not admission.fits(claim, lift) or self._park(entry, claim, now):
                         break
                     self._start(entry, claim, admission, now)
@@ -392,11 +392,3 @@ class Turns:
     def _limits(self, tenant: str) -> TenantLimits:
         found = self._tenant(tenant)
         return found.limits if found is not None else NO_LIMITS
-
-
-def _below(flow: Flow[Entry], claim: Claim, share: float, admission: Admission) -> bool:
-    """Whether a tenant stays within its share with this job. One that has nothing in the engine is below it."""
-    if not flow.jobs:
-        return True
-    sequences, tokens = flow.sequences + claim.sequences, flow.tokens + claim.tokens
-    return sequences <= share * admission.most_sequences and tokens <= share * admission.most_tokens

@@ -154,6 +154,22 @@ class Desk:
         )
         return spot
 
+    def ended(self) -> None:
+        """A job that was here and has ended."""
+        first = arrival(1)
+        self.copies.admit(first)
+        self.end(first)
+
+    def depart(self, leader: Arrival) -> None:
+        """It is being published elsewhere."""
+        self.copies.departs(leader.ticket)
+        del self.doors.running[leader.place]
+
+    def moved(self, leader: Arrival) -> None:
+        """That is acknowledged."""
+        self.lost.add(leader.ticket)
+        self.copies.gone(leader.ticket)
+
     async def settle(self) -> None:
         while self.copies._tasks:
             await asyncio.gather(*self.copies._tasks)
@@ -253,9 +269,8 @@ async def test_a_copy_waits_for_a_broker_that_is_away_instead_of_running_again(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "LOOK_AGAIN_S", 0.0)
-    first, second = arrival(1), arrival(2)
-    desk.copies.admit(first)
-    desk.end(first)
+    second = arrival(2)
+    desk.ended()
     desk.archive.away = True
     desk.copies.admit(second)
     while desk.archive.asked < 5:
@@ -270,9 +285,8 @@ async def test_a_copy_does_not_wait_for_ever_for_what_cannot_be_read(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "LOOK_BACK_S", 0.0)
-    first, second = arrival(1), arrival(2)
-    desk.copies.admit(first)
-    desk.end(first)
+    second = arrival(2)
+    desk.ended()
     desk.archive.away = True
     desk.copies.admit(second)
     await desk.settle()
@@ -328,13 +342,11 @@ async def test_a_copy_that_is_read_before_its_first_is_known_to_be_moved_runs(de
     first = arrival(1)
     copy, once_more = (arrival(n, origin=first.head.origin) for n in (5, 6))
     desk.copies.admit(first)
-    desk.copies.departs(first.ticket)
-    del desk.doors.running[first.place]
+    desk.depart(first)
     desk.copies.admit(copy)
     desk.copies.admit(once_more)
     assert not desk.doors.running and desk.doors.dropped == [once_more]
-    desk.lost.add(first.ticket)
-    desk.copies.gone(first.ticket)
+    desk.moved(first)
     assert list(desk.doors.running.values()) == [copy]
     desk.end(copy)
     assert desk.doors.dropped == [once_more] and not len(desk.copies._identities)
@@ -364,11 +376,9 @@ async def test_of_those_that_waited_the_copy_of_who_moved_leads_and_not_who_came
     copy = arrival(5, origin=first.head.origin)
     desk.copies.admit(first)
     desk.copies.admit(other)  # waits for its `id_conflict`
-    desk.copies.departs(first.ticket)
+    desk.depart(first)
     desk.copies.admit(copy)
-    del desk.doors.running[first.place]
-    desk.lost.add(first.ticket)
-    desk.copies.gone(first.ticket)
+    desk.moved(first)
     assert list(desk.doors.running.values()) == [copy]
     desk.end(copy)
     assert [(one, refusal.code) for one, refusal in desk.doors.turned_away] == [(other, ErrorCode.ID_CONFLICT)]
@@ -391,9 +401,8 @@ async def test_a_copy_whose_terminal_alone_cannot_be_read_runs_again_soon(
 ) -> None:
     """The broker answers, so it is the reply topic that is gone."""
     monkeypatch.setattr(room, "LOOK_AGAIN_S", 0.0)
-    first, second = arrival(1), arrival(2)
-    desk.copies.admit(first)
-    desk.end(first)
+    second = arrival(2)
+    desk.ended()
     desk.archive.missing = "r"
     desk.copies.admit(second)
     await desk.settle()
@@ -402,9 +411,8 @@ async def test_a_copy_whose_terminal_alone_cannot_be_read_runs_again_soon(
 
 async def test_a_copy_that_waits_for_the_broker_expires_in_time(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "LOOK_AGAIN_S", 0.0)
-    first, second = arrival(1), arrival(2, deadline=time.time() - GRACE_S - 1)
-    desk.copies.admit(first)
-    desk.end(first)
+    second = arrival(2, deadline=time.time() - GRACE_S - 1)
+    desk.ended()
     desk.archive.away = True
     desk.copies.admit(second)
     await desk.settle()
